@@ -1,1 +1,1 @@
-"""How a unit is made, once: which parameters it owns, and which of them share a flat buffer."""
+"""Build a unit: the parameters it owns, and their groups, each in one flat buffer."""

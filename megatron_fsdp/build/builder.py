@@ -1,4 +1,4 @@
-"""From a unit's parameters to its groups: which share flat buffers, how these are laid out, and of what kind."""
+"""Group a unit's parameters by flat buffer, and plan the layout and the kind of each buffer."""
 
 from __future__ import annotations
 
@@ -33,27 +33,27 @@ __all__ = ["GranularityChoice", "GroupPlan", "GroupSpec", "Wishes", "plan_groups
 GranularityChoice = Granularity | Callable[[nn.Parameter], Granularity | None] | None
 """Where shards may be cut: as one says, or a function of each parameter; None: between slices of dimension 0."""
 
-# Cutting between slices of the first dimension is what PyTorch's tools understand best, and enough but for weights
-# of few, large slices: Mixtral's eight experts over 64 ranks would take five times their size.
+# PyTorch's tools support cuts between slices of the first dimension best. Only weights of few, large slices need finer
+# ones: Mixtral's eight experts over 64 ranks would take five times their size.
 _LIMITS = PaddingLimits(fallback=Row())
 _ALIGNMENT_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
 class GroupSpec:
-    """Everything a group is built from besides its parameters.
+    """Everything a group is built from except its parameters.
 
     Attributes:
-        mesh: of the data-parallel axes alone. placements: the strategy on these axes.
-        device: where compute happens. dtypes: of the four copies.
-        divisor: gradients are divided by this (the number of data-parallel ranks unless told otherwise).
-        is_offloaded: main weights, weights at rest and gradients live in CPU memory. is_pinned: in pages that a GPU
-            reads.
+        mesh: the data-parallel axes alone. placements: the strategy on these axes.
+        device: of compute. dtypes: of the four copies.
+        divisor: gradients are divided by this, by default the number of data-parallel ranks.
+        is_offloaded: main weights, compute weights and main gradients live in CPU memory. is_pinned: that memory is
+            page-locked, so that a GPU can read it.
         is_meta: the parameters are on the meta device: nothing is allocated before ``materialize``.
         fuses_weight_gradients: as the policy's ``fuse_weight_gradients``.
         keeps_gathered: the memory of gathered weights stays when they are resharded.
-        has_own_granularity: the user said where shards may be cut.
-        has_own_divisor: the user set ``divisor`` itself, whatever the number of ranks.
+        has_own_granularity: the user set where shards may be cut.
+        has_own_divisor: the user set ``divisor``, independent of the number of ranks.
     """
 
     mesh: DeviceMesh
@@ -71,21 +71,21 @@ class GroupSpec:
 
     @property
     def gathers_main_weights(self) -> bool:
-        """Whether gathers cast main weights on their way: not where compute weights rest whole, or coarser than these.
+        """Return whether gathers read main weights and cast them, so that the group has no separate compute weights.
 
-        Then no compute weights rest beside main weights.
+        False if compute weights are unsharded in another dtype, or sharded more coarsely than main weights.
         """
         parameter, dtypes = self.placements.parameter, self.dtypes
         return parameter == self.placements.optimizer and (dtypes.main is dtypes.compute or Flat() in parameter)
 
     @property
     def compute_device(self) -> torch.device:
-        """Where gathered weights and packed gradients live."""
+        """The device of gathered weights and packed gradients."""
         return torch.device("meta") if self.is_meta else self.device
 
     @property
     def resting_device(self) -> torch.device:
-        """Where main weights, weights at rest and main gradients live."""
+        """The device of main weights, compute weights and main gradients."""
         return torch.device("cpu") if self.is_offloaded and not self.is_meta else self.compute_device
 
 
@@ -104,7 +104,7 @@ class GroupPlan:
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """What ``fully_shard`` was asked for, of the groups of one unit.
+    """The arguments of ``fully_shard`` that concern the groups of one unit.
 
     Attributes:
         divisor: of gradients, on top of the number of data-parallel ranks.
@@ -138,17 +138,17 @@ def plan_groups(owned: Sequence[OwnedParameter], wishes: Wishes) -> list[GroupPl
 
 
 def _gather_dtype(owned: OwnedParameter, wishes: Wishes) -> str | None:
-    """Return in what a parameter travels instead of the compute dtype."""
+    """Return the dtype in which a parameter is gathered, if it is not the compute dtype."""
     may_pack = owned.parameter.is_floating_point() and not owned.is_replicated and owned.extension is None
     is_matrix = len(owned.shape) > 1 and owned.parameter.numel() > 0
     return wishes.policy.gather_dtype if may_pack and is_matrix else None
 
 
 def _kind(owned: OwnedParameter, wishes: Wishes) -> tuple[object, ...]:
-    """Return what parameters agree in that share buffers.
+    """Return the properties that parameters in one group have in common.
 
-    A parameter that brings an all-gather of its own is a group by itself; so is one whose attribute ``fsdp_own_group``
-    is set, so that nothing but its own shape decides where it is cut.
+    A parameter with its own all-gather is a separate group. So is one with the attribute ``fsdp_own_group``: then only
+    its own shape decides where it is cut.
     """
     parameter = owned.parameter
     is_alone = owned.extension is not None or getattr(parameter, "fsdp_own_group", False)
@@ -170,7 +170,7 @@ def _spec(first: OwnedParameter, wishes: Wishes) -> GroupSpec:
         Placements.no_shard(*placements.dp_axes) if first.is_replicated else placements,
         buffer_device(mesh),
         replace(dtypes, gather=_gather_dtype(first, wishes)),
-        # Invariant sums are divided by what does not depend on the mesh, which has to be said first.
+        # Invariant sums need a divisor that does not depend on the mesh, and the user has to give it.
         math.inf if wishes.policy.reduction == "invariant" else mesh.size() * wishes.divisor,
         is_offloaded=offload is not None,
         is_pinned=offload is not None and offload.pin_memory,
@@ -186,7 +186,7 @@ def _spec(first: OwnedParameter, wishes: Wishes) -> GroupSpec:
 def _regions(alike: Sequence[OwnedParameter], spec: GroupSpec, wishes: Wishes) -> Sequence[Region]:
     """Lay out parameters that share buffers."""
     num_shards = spec.placements.num_shards(spec.mesh.shape)
-    # What rests whole is refused where its buffers are made.
+    # Unsharded weights with hooks are refused where their buffers are made.
     if alike[0].extension is not None and num_shards == wishes.target.num_weight_shards:
         return [_even_region(alike[0], num_shards, spec.dtypes)]
     shapes = [one.shape for one in alike]
@@ -206,15 +206,14 @@ def unit_regions(
     """Lay out tensors that share dtypes and strategy.
 
     Args:
-        granularity: where each may be cut. None: between slices of the first dimension.
+        granularity: for each tensor, where it may be cut. None: between slices of the first dimension.
     """
     itemsize = min(dtype.itemsize for dtype in (dtypes.compute, dtypes.main, dtypes.reduce, dtypes.main_grad))
     return plan_regions(
         shapes,
         num_shards,
         granularity=granularity or [first_dimension_granularity(shape) for shape in shapes],
-        # Tensors begin and shards are cut at multiples of blocks, so that blocks counted from a tensor's first element
-        # are never cut.
+        # Tensors start, and shards are cut, at multiples of blocks. So no block of a tensor is ever cut.
         alignment_bytes=max(_ALIGNMENT_BYTES, dtypes.block_numel * itemsize),
         itemsize=itemsize,
         limits=limits,
@@ -222,7 +221,7 @@ def unit_regions(
 
 
 def asked_granularity(parameter: OwnedParameter, granularity: GranularityChoice) -> Granularity:
-    """Return where a parameter may be cut: as asked, else between slices of the first dimension.
+    """Return a parameter's granularity: the given one, or slices of the first dimension.
 
     Raises:
         ConfigError: the asked granularity cuts inside rows of the last dimension, which a DTensor cannot describe.
@@ -234,19 +233,19 @@ def asked_granularity(parameter: OwnedParameter, granularity: GranularityChoice)
     if row_numel and unit_numel % row_numel and unit_numel < math.prod(shape):
         raise ConfigError(
             f"parameter {parameter.name!r} of shape {shape}: granularity {asked} would cut inside a row of "
-            f"{row_numel} elements, which no DTensor can describe; the finest here is Row()"
+            f"{row_numel} elements, which no DTensor can describe. fix: granularity=Row() or coarser"
         )
     return asked
 
 
 def _even_region(parameter: OwnedParameter, num_shards: int, dtypes: GroupDtypes) -> Region:
-    """Lay out a parameter with hooks of its own without padding, so that each rank holds as many of its rows."""
+    """Lay out a parameter with hooks without padding, so that each rank has the same number of its rows."""
     numel = math.prod(parameter.shape)
     if numel // num_shards % dtypes.block_numel:
         raise ConfigError(
-            f"parameter {parameter.name!r} of shape {parameter.shape} has hooks of its own, which need as many rows on "
-            f"each of {num_shards} ranks: {numel // num_shards} elements, no multiple of {dtypes.block_numel}, as "
-            "MixedPrecisionPolicy(moments=) needs. Leave moments= out of the unit's policy, or shard the plain weight."
+            f"parameter {parameter.name!r} of shape {parameter.shape} has hooks, so each of {num_shards} ranks gets "
+            f"{numel // num_shards} elements, no multiple of {dtypes.block_numel}, as MixedPrecisionPolicy(moments=) "
+            "needs. fix: leave moments= out of the unit's policy, or shard the plain weight"
         )
     rows = first_dimension_granularity(parameter.shape)
     return Region((0,), Plan((parameter.shape,), (rows,), num_shards, (0,), numel // num_shards))

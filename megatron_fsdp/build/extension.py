@@ -1,9 +1,10 @@
-"""Extension: a parameter of a tensor subclass that brings an all-gather of its own, and what the buffers hold of it.
+"""Extension: a parameter of a tensor subclass that defines its own all-gather, and its representation in buffers.
 
-FSDP2's contract: ``fsdp_pre_all_gather`` of this rank's part returns the tensors to gather, ``fsdp_post_all_gather``
-makes the whole parameter of what was gathered. A subclass around one tensor of its own shape (torchao's float8 weights)
-is laid out by rows like any parameter, so that optimizers step it. Any other (NF4: quantized data and scales) is cut by
-the subclass itself into as many parts as there are ranks, and rests as their bytes; it cannot be trained.
+FSDP2's contract: ``fsdp_pre_all_gather`` of this rank's part returns the tensors to gather, and
+``fsdp_post_all_gather`` makes the whole parameter from the gathered tensors. A subclass around one tensor of the same
+shape (torchao's float8 weights) is laid out by rows like any parameter, so that optimizers can step it. Any other
+subclass (NF4: quantized data and scales) cuts itself into one part per rank. Buffers store the parts as bytes, and the
+parameter cannot be trained.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _ALIGNMENT = 16
 
 @dataclass(frozen=True, slots=True)
 class ByteLayout:
-    """Tensors side by side in a run of bytes.
+    """The places of several tensors in a run of bytes.
 
     Attributes:
         spans: where each lies. num_bytes: of the run.
@@ -37,7 +38,7 @@ class ByteLayout:
 
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor]) -> ByteLayout:
-        """Return that of tensors like these."""
+        """Return the layout of tensors with these shapes and dtypes."""
         sizes = [tensor.numel() * tensor.itemsize for tensor in tensors]
         starts = list(itertools.accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0))
         spans = tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=False))
@@ -57,13 +58,13 @@ class ByteLayout:
 
 @dataclass(frozen=True, slots=True)
 class Extension:
-    """How a parameter of a subclass is taken apart and put together.
+    """The way to take a parameter of a subclass apart and to put it together.
 
     Attributes:
         kind: the subclass. shape, stride, dtype: of the whole parameter.
-        data: what the buffers lay out: the inner tensor, or uint8 (ranks, bytes of a part).
-        names, context: of ``__tensor_flatten__``, of a part. num_parts: ranks over which it is sharded.
-        packed: how the inner tensors of a part lie in its bytes; None for one that is laid out by rows.
+        data: the tensor that buffers lay out: the inner tensor, or uint8 (ranks, bytes of a part).
+        names, context: of ``__tensor_flatten__``, of a part. num_parts: number of ranks that it is sharded over.
+        packed: the places of a part's inner tensors in its bytes; None for a parameter that is laid out by rows.
     """
 
     kind: Any
@@ -77,16 +78,16 @@ class Extension:
     packed: ByteLayout | None = None
 
     def emptied(self) -> Extension:
-        """Return the same without the whole parameter's values."""
+        """Return a copy without the whole parameter's values."""
         return replace(self, data=self.data.new_empty(0))
 
     @property
     def is_packed(self) -> bool:
-        """Whether it rests as bytes."""
+        """Return whether buffers store the parameter as bytes."""
         return self.packed is not None
 
     def part(self, resting: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part, of the subclass, over its memory at rest: rows, or bytes."""
+        """Return this rank's part, as the subclass, over the sharded memory: rows, or bytes."""
         inner, size, stride = [resting], resting.shape, resting.stride()
         if self.packed is not None:
             size, stride = torch.Size((self.shape[0] // self.num_parts, *self.shape[1:])), self.stride
@@ -97,12 +98,12 @@ class Extension:
 
 
 def extension_of(name: str, parameter: torch.Tensor, num_parts: int) -> Extension | None:
-    """Return how a parameter brings its own all-gather; None for one that does not.
+    """Return the extension of a parameter with its own all-gather; None for any other.
 
     Args:
-        name: for messages. num_parts: ranks over which weights are sharded.
+        name: for messages. num_parts: number of ranks that weights are sharded over.
     Raises:
-        ConfigError: a subclass that cannot be taken apart, or not evenly; or hooks of which one is missing.
+        ConfigError: a subclass that cannot be taken apart, or not evenly; or one of the two hooks is missing.
     """
     data = parameter.data
     hooks = [hasattr(data, hook) for hook in ("fsdp_pre_all_gather", "fsdp_post_all_gather")]
@@ -111,17 +112,19 @@ def extension_of(name: str, parameter: torch.Tensor, num_parts: int) -> Extensio
     if not any(hooks):
         if hasattr(data, "__tensor_flatten__") and not isinstance(data, torch.distributed.tensor.DTensor):
             raise ConfigError(
-                f"{where}, a tensor subclass without fsdp_pre_all_gather and fsdp_post_all_gather: its bytes have no "
-                "way to other ranks. Give the class both methods, shard the plain weight, or list it in ignored_params."
+                f"{where}, a tensor subclass without fsdp_pre_all_gather and fsdp_post_all_gather, so its bytes cannot "
+                "be gathered. fix: give the class both methods, shard the plain weight, or list it in ignored_params"
             )
         return None
     if not all(hooks) or not hasattr(data, "__tensor_flatten__"):
         raise ConfigError(
             f"{where}; wanted fsdp_pre_all_gather, fsdp_post_all_gather, __tensor_flatten__ and __tensor_unflatten__. "
-            "Give the class all four, shard the plain weight, or list it in ignored_params."
+            "fix: give the class all four, shard the plain weight, or list it in ignored_params"
         )
     if parameter.is_meta:
-        raise ConfigError(f"{where} on the meta device; make it on the device of its values, then call fully_shard")
+        raise ConfigError(
+            f"{where} on the meta device. fix: make it on the device of its values, then call fully_shard"
+        )
     names, context = data.__tensor_flatten__()
     if len(names) == 1 and getattr(data, names[0]).shape == data.shape:
         inner = getattr(data, names[0])
@@ -133,8 +136,8 @@ def extension_of(name: str, parameter: torch.Tensor, num_parts: int) -> Extensio
 def _check_rows(where: str, shape: Sequence[int], num_parts: int) -> None:
     if not shape or shape[0] % num_parts:
         raise ConfigError(
-            f"{where} of shape {tuple(shape)}, which {num_parts} ranks cannot share evenly: its hooks need as many "
-            "rows on every rank. Choose a first dimension that the ranks divide, or list it in ignored_params."
+            f"{where} of shape {tuple(shape)}, which {num_parts} ranks cannot share evenly: its hooks need equal "
+            "numbers of rows. fix: choose a first dimension that the ranks divide, or list it in ignored_params"
         )
 
 
@@ -142,7 +145,7 @@ def _packed(where: str, data: torch.Tensor, num_parts: int, *, is_trained: bool)
     if is_trained:
         raise ConfigError(
             f"{where} of several inner tensors, {', '.join(data.__tensor_flatten__()[0])}, and requires a gradient: no "  # type: ignore[attr-defined]
-            "optimizer could step its bytes. Freeze it with requires_grad_(False), and train adapters beside it."
+            "optimizer could step its bytes. fix: freeze it with requires_grad_(False), and train adapters instead"
         )
     _check_rows(where, data.shape, num_parts)
     try:
@@ -153,10 +156,13 @@ def _packed(where: str, data: torch.Tensor, num_parts: int, *, is_trained: bool)
     except (AssertionError, NotImplementedError, RuntimeError, TypeError) as error:
         raise ConfigError(
             f"{where} of shape {tuple(data.shape)}, which its class does not split into {num_parts} parts: {error}. "
-            "Choose sizes that its blocks divide, or list it in ignored_params."
+            "fix: choose sizes that its blocks divide, or list it in ignored_params"
         ) from error
     if any(layout != layouts[0] for layout in layouts):
-        raise ConfigError(f"{where}: the {num_parts} parts that its class makes have inner tensors of other sizes")
+        raise ConfigError(
+            f"{where}: its class makes {num_parts} parts whose inner tensors have different sizes. fix: choose sizes "
+            "that its blocks divide, or list it in ignored_params"
+        )
     rests = torch.zeros(num_parts, layouts[0].num_bytes, dtype=torch.uint8, device=inner[0][0].device)
     for tensors, row in zip(inner, rests, strict=True):
         layouts[0].write(tensors, row)

@@ -1,4 +1,4 @@
-"""fsdp_no_shard: parameters that stay whole on every rank, while their gradients are reduced with the rest."""
+"""fsdp_no_shard: parameters that stay whole on every rank; their gradients are reduced with the others."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def fsdp_no_shard(target: T) -> T:
     """Keep a module's parameters, or one parameter, replicated: no gather before use; gradients are still averaged.
 
     Call it before ``fully_shard``. The parameters become part of the unit around them, which all-reduces their
-    gradients on the last microbatch, and optimizer state is whole on every rank. It pays for what is tiny, used
-    everywhere, or used outside of any forward. ``fully_shard`` on a module that is marked, or lies below one, does
-    nothing, so it gets no hooks. ``explain`` lists what is replicated.
+    gradients on the last microbatch, and optimizer state is whole on every rank. Replicate parameters that are tiny,
+    used everywhere, or used outside of any forward. ``fully_shard`` on a marked module, or on a module below one, does
+    nothing, so the module gets no hooks. ``explain`` lists the replicated parameters.
 
     Args:
         target: a module, with everything below it, or a parameter. Modules keep the mark through ``to_empty`` and
@@ -42,10 +42,10 @@ def fsdp_no_shard(target: T) -> T:
     elif isinstance(target, nn.Parameter):
         setattr(target, _MARK, True)
     else:
-        raise ConfigError(f"fsdp_no_shard takes a module or a parameter, found {type(target).__name__}")
+        raise ConfigError(f"fsdp_no_shard: found {type(target).__name__}. fix: give a module or a parameter")
     return target
 
 
 def is_no_shard(target: nn.Module | nn.Parameter) -> bool:
-    """Whether ``fsdp_no_shard`` was called on a parameter, or on a module or one above it."""
+    """Return whether ``fsdp_no_shard`` was called on a parameter, on its module, or on a module above."""
     return bool(vars(target).get(_MARK, False))

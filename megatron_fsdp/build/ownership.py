@@ -1,4 +1,4 @@
-"""Which parameters a unit owns, and where in its modules each of them is used."""
+"""The parameters that a unit owns, and the places in its modules that use each of them."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ __all__ = [
     "owned_name", "owner_words", "settle_grad_dtypes",
 ]  # fmt: skip
 
-# Parameters, sharded ones and the originals, that some unit has taken over, with the name of that unit and of the
-# parameter in it. A tied weight that is still registered elsewhere is found here.
+# The sharded parameters of all units, and their originals, with the unit's name and the parameter's name in it. A tied
+# weight that is still registered elsewhere is found here.
 _TAKEN: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 _LEFT_ALONE: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -34,7 +34,7 @@ _PLACES_LEFT_ALONE: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.Wea
 
 
 class ParamModuleInfo:
-    """One place where a parameter is registered; it does not keep the module alive."""
+    """A place where a parameter is registered; it does not keep the module alive."""
 
     __slots__ = ("_module", "attribute")
 
@@ -58,10 +58,10 @@ class OwnedParameter:
         param_module_infos: every place where it is registered (several when it is tied).
         split: how it is sharded over axes that are not data-parallel; None for a plain parameter.
         is_replicated: it stays whole on every rank (``fsdp_no_shard``).
-        policy: its mixed precision. grad_dtype: what was set as its attribute of that name.
-        extension: of a subclass that brings an all-gather of its own; None for any other.
-        kind: its class, where that is a subclass of ``nn.Parameter`` which the sharded parameter has to stay.
-        memory: where it lay before (``shared_memory.Memory``); None where it had no memory.
+        policy: its mixed precision. grad_dtype: the attribute of that name, as the user set it.
+        extension: of a subclass with its own all-gather; None for any other.
+        kind: its class, if it is a subclass of ``nn.Parameter`` that the sharded parameter has to keep.
+        memory: its memory before sharding (``shared_memory.Memory``); None if it had none.
     """
 
     name: str
@@ -77,7 +77,7 @@ class OwnedParameter:
 
     @property
     def local_tensor(self) -> torch.Tensor:
-        """This rank's part along axes that are not data-parallel: what the buffers lay out."""
+        """This rank's part along axes that are not data-parallel, which the buffers lay out."""
         if self.extension is not None:
             return self.extension.data
         return self.parameter.to_local() if isinstance(self.parameter, DTensor) else self.parameter.data
@@ -100,8 +100,8 @@ def collect_parameters(
     """Return the parameters below ``modules`` that no nested unit owns, in registration order.
 
     Args:
-        modules: of one unit. target: over what it is sharded; None where no parameter is a DTensor.
-        ignored: parameters that nobody shards.
+        modules: of one unit. target: the mesh to shard over; None if no parameter is a DTensor.
+        ignored: parameters that are not sharded.
     Raises:
         OwnershipError: a parameter belongs to another unit already.
         ConfigError: a parameter that cannot be sharded (0-d, lazy, a DTensor over the data-parallel axes).
@@ -133,7 +133,7 @@ def collect_parameters(
 def settle_grad_dtypes(
     owned: Sequence[OwnedParameter], policy: MixedPrecisionPolicy, now: Sequence[nn.Parameter]
 ) -> None:
-    """Take notice of the ``grad_dtype`` of a unit's parameters, and choose the dtype in which all are reduced.
+    """Read the ``grad_dtype`` of a unit's parameters, and choose the common reduce dtype.
 
     Args:
         policy: the unit's. now: each parameter itself, or the sharded one that stands for it.
@@ -150,41 +150,41 @@ def _check_parameter(name: str, parameter: nn.Parameter, root: nn.Module) -> Non
     where = f"{type(root).__name__}: parameter {name!r}"
     if is_lazy(parameter):
         raise ConfigError(
-            f"{where} is of a lazy module, which gives it a shape in its first forward. Run one before fully_shard, on "
-            "every rank: with torch.no_grad(): model(batch), or on a batch of zeros of the same shape."
+            f"{where} is of a lazy module, which gives it a shape in its first forward. fix: before fully_shard, on "
+            "every rank: with torch.no_grad(): model(batch), with real data or zeros of the same shape"
         )
     if parameter in _TAKEN:
         unit, first_name = _TAKEN[parameter]
         if isinstance(parameter, DTensor):
             raise OwnershipError(
-                f"{where} belongs to unit {unit!r} already, which was sharded before; call fully_shard on children "
-                "first, then on their parents"
+                f"{where} belongs to unit {unit!r} already, which was sharded before. fix: call fully_shard on "
+                "children first, then on their parents"
             )
         raise OwnershipError(
             f"{where} is the same tensor as {first_name!r} of unit {unit!r}, which owns it already. Tied parameters "
-            "need one unit: pass both modules to one call, fully_shard([first, second]), or wrap neither and leave "
-            "both to the unit around them."
+            "need one unit. fix: pass both modules to one call, fully_shard([first, second]), or wrap neither and "
+            "leave both to the unit around them"
         )
     if parameter.ndim == 0:
         raise ConfigError(
-            f"{where} has no dimensions, so there are no rows to shard. Make it 1-d, "
-            "nn.Parameter(torch.tensor([value])), or list it in ignored_params."
+            f"{where} has no dimensions, so there are no rows to shard. fix: make it 1-d, "
+            "nn.Parameter(torch.tensor([value])), or list it in ignored_params"
         )
     if parameter.is_complex():
         raise ConfigError(
-            f"{where} is complex ({parameter.dtype}), and gradients are reduced as real numbers. Keep it as real ones, "
-            "nn.Parameter(torch.view_as_real(tensor)), with torch.view_as_complex in forward; or list it in "
-            "ignored_params, and reduce its gradient yourself."
+            f"{where} is complex ({parameter.dtype}), and gradients are reduced as real numbers. fix: store real "
+            "numbers, nn.Parameter(torch.view_as_real(tensor)), with torch.view_as_complex in forward; or list it in "
+            "ignored_params, and reduce its gradient yourself"
         )
     if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
         raise ConfigError(
             f"{where} has hooks on its gradient, which would never be called: fully_shard makes other parameters. "
-            "Register them on the sharded ones, with register_post_accumulate_grad_hook, after fully_shard."
+            "fix: register them on the sharded ones, with register_post_accumulate_grad_hook, after fully_shard"
         )
 
 
 def _kind_of(name: str, parameter: nn.Parameter, root: nn.Module) -> type[nn.Parameter] | None:
-    """Return the subclass of ``nn.Parameter`` that a parameter is of; None for a plain one, and for a DTensor.
+    """Return the subclass of ``nn.Parameter`` that a parameter has; None for a plain one, and for a DTensor.
 
     Raises:
         ConfigError: it is trained, and the class has functions of PyTorch call its own code.
@@ -211,9 +211,9 @@ def mark_owned(parameter: nn.Parameter, unit: str, name: str) -> None:
 
 
 def leave_alone(modules: Iterable[nn.Module], ignored: Iterable[nn.Parameter]) -> None:
-    """Remember the places of parameters that the user has named in ``ignored_params``.
+    """Remember the places of parameters that the user lists in ``ignored_params``.
 
-    Places, as ``to_empty`` makes other objects; and the objects, which may be registered elsewhere as well.
+    Remember places because ``to_empty`` makes new objects; and objects because they may be registered elsewhere too.
     """
     ids = set()
     for parameter in ignored:
@@ -226,7 +226,7 @@ def leave_alone(modules: Iterable[nn.Module], ignored: Iterable[nn.Parameter]) -
 
 
 def is_left_alone(parameter: torch.Tensor) -> bool:
-    """Whether the user has named a parameter in ``ignored_params`` of any unit."""
+    """Return whether the user listed a parameter in ``ignored_params`` of any unit."""
     return parameter in _LEFT_ALONE or any(
         module._parameters.get(name) is parameter for module, names in _PLACES_LEFT_ALONE.items() for name in names
     )
@@ -237,8 +237,8 @@ def _check_module(name: str, module: nn.Module, root: nn.Module) -> None:
         raise ConfigError(
             f"{type(root).__name__}: parameter {name!r} is of a {type(module).__name__} with max_norm="
             f"{module.max_norm}, whose forward changes the rows that this rank's data uses: ranks would have different "
-            "weights. Build it without max_norm, and renormalise after optimizer.step(): under torch.no_grad(), "
-            "weight.copy_(torch.renorm(weight, 2, 0, max_norm)); or list it in ignored_params."
+            "weights. fix: build it without max_norm, and renormalise after optimizer.step(): under torch.no_grad(), "
+            "weight.copy_(torch.renorm(weight, 2, 0, max_norm)); or list it in ignored_params"
         )
 
 
@@ -248,7 +248,7 @@ def owned_name(tensor: torch.Tensor) -> str | None:
 
 
 def owner_words(tensor: torch.Tensor) -> str | None:
-    """Return what a sharded parameter is called, for messages; None for any other tensor."""
+    """Return the description of a sharded parameter for messages; None for any other tensor."""
     if not isinstance(tensor, DTensor) or tensor not in _TAKEN:
         return None
     unit, name = _TAKEN[tensor]

@@ -1,4 +1,4 @@
-"""Parameters and buffers that lie in the same memory without being one object: a tie that sharding would break."""
+"""Detect separate parameters and buffers that share memory: a tie that sharding would break."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ __all__ = ["Memory", "refuse_shared_memory"]
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Where a tensor lay when its unit was made; it keeps no memory alive, and no other tensor gets its ``storage``.
+    """A tensor's memory when its unit was made. It keeps no memory alive, but no other tensor gets its ``storage``.
 
     Attributes:
         name: of the parameter or buffer, with its kind.
-        storage: of which it is a part. begin, end: its bytes there. size, stride, itemsize: of its elements.
+        storage: the storage. begin, end: the tensor's bytes in it. size, stride, itemsize: of its elements.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Memory:
 
     @classmethod
     def of(cls, kind: str, name: str, tensor: torch.Tensor) -> Memory | None:
-        """Return that of a tensor; None for one that has no memory: an empty one, or one on the meta device."""
+        """Return a tensor's memory; None for an empty tensor, or one on the meta device."""
         local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
         has_storage = type(local) in (torch.Tensor, nn.Parameter) or isinstance(local, nn.Parameter)
         if not has_storage or isinstance(local, FakeTensor) or local.is_meta or local.layout is not torch.strided:
@@ -52,7 +52,7 @@ class Memory:
         )  # fmt: skip
 
     def overlaps(self, other: Memory) -> bool:
-        """Whether an element of both lies in the same bytes; the columns of one matrix do not."""
+        """Return whether elements of both tensors share bytes. Different columns of one matrix do not."""
         if self.storage.cdata != other.storage.cdata or self.end <= other.begin or other.end <= self.begin:
             return False
         if self.itemsize != other.itemsize or (self._is_dense() and other._is_dense()):
@@ -72,7 +72,7 @@ class Memory:
 def refuse_shared_memory(
     modules: Sequence[nn.Module], owned: Sequence[OwnedParameter], below: Sequence[OwnedParameter]
 ) -> None:
-    """Note where the parameters of a new unit lie; refuse one that shares memory with another tensor of the modules.
+    """Record the memory of a new unit's parameters; refuse one that shares it with another tensor of the modules.
 
     The unit copies its parameters into a buffer, so a tensor that shared memory with one would keep the old values.
     Slices of one storage that do not overlap are no tie.
@@ -105,7 +105,7 @@ def refuse_shared_memory(
 
 
 def _rest(modules: Sequence[nn.Module], taken: set[int]) -> Iterator[Memory]:
-    """Yield where buffers lie, and parameters that no unit has taken."""
+    """Yield the memory of buffers, and of parameters outside of units."""
     seen = set(taken)
     for module in modules:
         for kind, named in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):

@@ -1,8 +1,8 @@
 """Parameters that are DTensors over tensor- or expert-parallel axes, sharded over data-parallel axes as well.
 
 The engine lays out this rank's part of such a parameter like any whole tensor. Only the parameters that users see are
-DTensors again: over the parameter's own mesh while it is gathered, over (own axes, data-parallel axes) while it rests.
-The own axes come first because the parameter was cut along them first.
+DTensors: over the parameter's own mesh while gathered, over (own axes, data-parallel axes) while sharded. The own axes
+come first because the parameter was cut along them first.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["TensorParallel", "tensor_parallel_of"]
 
 @dataclass(frozen=True, eq=False)
 class TensorParallel:
-    """How one parameter is placed on its own mesh, besides the data-parallel one.
+    """The placement of a parameter on its own mesh, in addition to the data-parallel mesh.
 
     Attributes:
         mesh: of the axes that are not data-parallel. placements: one per axis of it, ``Replicate`` or ``Shard``.
@@ -40,7 +40,7 @@ class TensorParallel:
 
     @property
     def key(self) -> tuple[int, tuple[Placement, ...]]:
-        """What parameters of one group have in common."""
+        """The properties that all parameters of a group share."""
         return (id(self.mesh), self.placements)
 
     @property
@@ -81,7 +81,7 @@ class TensorParallel:
 
 
 def tensor_parallel_of(name: str, parameter: torch.Tensor, target: ShardingTarget | None) -> TensorParallel | None:
-    """Return how a parameter is sharded already; None for a plain tensor.
+    """Return the existing sharding of a parameter; None for a plain tensor.
 
     Args:
         target: over what ``fully_shard`` shards. A parameter whose mesh has these axes too must be replicated along
@@ -97,17 +97,19 @@ def tensor_parallel_of(name: str, parameter: torch.Tensor, target: ShardingTarge
     if not taken or not names or parameter.device_mesh._get_root_mesh() != target.root:
         raise ConfigError(
             f"{where} can be sharded over data-parallel axes only if both meshes are slices of one mesh with named "
-            f"axes: mesh = init_device_mesh(..., mesh_dim_names=('dp', 'tp')); parallelize_module(m, mesh['tp'], ...); "
-            f"fully_shard(m, mesh=mesh['dp']). The data-parallel mesh here is {target.mesh}."
+            f"axes; the data-parallel mesh here is {target.mesh}. fix: mesh = init_device_mesh(..., mesh_dim_names="
+            "('dp', 'tp')); parallelize_module(m, mesh['tp'], ...); fully_shard(m, mesh=mesh['dp'])"
         )
     for axis, placement in zip(names, parameter.placements, strict=True):
         if axis in taken and not isinstance(placement, Replicate):
-            raise ConfigError(f"{where} is sharded over the data-parallel axis {axis!r} already; replicate it there")
+            raise ConfigError(
+                f"{where} is sharded over the data-parallel axis {axis!r} already. fix: replicate it there"
+            )
         if type(placement) not in (Replicate, Shard):
-            raise ConfigError(f"{where} has placement {placement!r} on axis {axis!r}; legal are Replicate and Shard")
+            raise ConfigError(f"{where} has placement {placement!r} on axis {axis!r}. fix: use Replicate or Shard")
     kept = [position for position, axis in enumerate(names) if axis not in taken]
     if not kept:
-        raise ConfigError(f"{where} has no axis besides the data-parallel ones; give fully_shard the plain parameter")
+        raise ConfigError(f"{where} has only data-parallel axes. fix: give fully_shard the plain parameter")
     mesh = parameter.device_mesh
     if len(kept) < len(names):
         mesh = part_of_mesh(mesh, tuple((names[position],) for position in kept))
@@ -115,7 +117,7 @@ def tensor_parallel_of(name: str, parameter: torch.Tensor, target: ShardingTarge
     return TensorParallel(mesh, placements, parameter.shape, parameter.stride(), target.axis_names)
 
 
-# By the identities of two meshes, an entry goes with either.
+# Keyed by the identities of two meshes; the entry is removed when either is collected.
 _COMBINED: dict[tuple[int, int], DeviceMesh] = {}
 
 

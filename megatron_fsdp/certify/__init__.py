@@ -1,1 +1,1 @@
-"""Proof that the engine's streams are in order: on CPU ranks with CUDA's meaning, or on a GPU from what it did."""
+"""Check the order of the engine's streams: on CPU ranks with CUDA's semantics, or from the trace of a GPU."""

@@ -1,4 +1,4 @@
-"""Certificate: what was checked in one configuration, and what was found, as text."""
+"""Certificate: the counts of checks and the findings of one configuration, as text."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["Certificate", "Certification", "HostWait", "certify", "watching"]
 
 @dataclass(frozen=True, slots=True)
 class HostWait:
-    """A line in which the host would wait for a GPU; ``is_engine`` says whose line it is."""
+    """A line at which the host would wait for a GPU. ``is_engine``: the line is the engine's, not the job's."""
 
     what: str
     place: str
@@ -32,7 +32,7 @@ class HostWait:
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """One configuration on one rank, or on all of them.
+    """The result of one configuration, on one rank or merged over all ranks.
 
     Attributes:
         num_operators, num_conflicts, num_reuses: operators seen, pairs of accesses checked that share bytes on
@@ -54,16 +54,16 @@ class Certificate:
 
     @property
     def engine_host_waits(self) -> list[HostWait]:
-        """Those in the engine's own lines."""
+        """The waits at lines of the engine."""
         return [one for one in self.host_waits if one.is_engine]
 
     def is_clean(self, host_may: Sequence[str] = ()) -> bool:
-        """Whether nothing was found but how the host is meant to wait: the beginnings of ``HostWait.what``."""
+        """Return True if there are no findings but allowed host waits, given by the beginnings of ``HostWait.what``."""
         waits = [one for one in self.engine_host_waits if not one.what.startswith(tuple(host_may))]
         return not (self.races or self.early_reuses or self.disorders or waits)
 
     def lines(self) -> Iterator[str]:
-        """Yield it as text."""
+        """Yield the certificate as lines of text."""
         yield (
             f"{self.name}: {self.num_operators:,} operators, {self.num_conflicts:,} conflicts and {self.num_reuses:,} "
             f"reuses checked; {len(self.races)} races, {len(self.early_reuses)} early reuses, {len(self.disorders)} "
@@ -78,7 +78,7 @@ class Certificate:
 
 
 class Certification:
-    """A check under way, and its result when it is over.
+    """A running check, and its result at the end.
 
     Attributes:
         streams, checker: for who wants to look in between.
@@ -92,23 +92,23 @@ class Certification:
         self._notes: list[str] = []
 
     def know(self, model: nn.Module, *optimizers: Optimizer) -> None:
-        """Call a sharded model's memory by its names, and count as the host's what is offloaded or counts steps."""
+        """Name a sharded model's memory in findings. Offloaded buffers and step counters count as host memory."""
         for group in _groups(model):
             _name_buffers(self.checker, group)
         for optimizer in optimizers:
             self.checker.lies_on_host(*_step_counters(optimizer))
 
     def begin(self) -> None:
-        """Count what the host waits for from here on: what was before is no step."""
+        """Start the measured steps: forget all host waits so far."""
         self._first_wait = len(self.streams.waits)
         self.checker.syncs.clear()
 
     def note(self, finding: str) -> None:
-        """Add a finding of the caller's own."""
+        """Add the caller's finding."""
         self._notes.append(finding)
 
     def certificate(self) -> Certificate:
-        """Return what was found so far, on this rank."""
+        """Return this rank's findings so far."""
         checker, memory = self.checker, self.checker.memory
         counted = self.streams.waits[self._first_wait :]
         syncs = Counter((what, origin.place, origin.is_engine) for what, origin in checker.syncs)
@@ -128,7 +128,7 @@ class Certification:
 
 @contextlib.contextmanager
 def watching(name: str) -> Iterator[Certification]:
-    """Check all that runs in the block on streams of CUDA's meaning; models are made inside of it."""
+    """Check everything that runs in the block, on streams with CUDA's semantics; make the models inside the block."""
     certification = Certification(name)
     with drive_with(certification.streams), certification.checker:
         yield certification
@@ -136,10 +136,10 @@ def watching(name: str) -> Iterator[Certification]:
 
 @contextlib.contextmanager
 def certify(model: nn.Module, *optimizers: Optimizer, name: str = "this job") -> Iterator[Certification]:
-    """Check the steps that run in the block; two are enough for what a step leaves to the next.
+    """Check the steps that run in the block. Two steps are enough to check the effects of one step on the next.
 
-    Lanes become streams of CUDA's meaning for that long, so the ranks must compute on CPUs. It costs tens of
-    microseconds an operator. Ask ``certificate()`` of what it yields::
+    Lanes become streams with CUDA's semantics inside the block, so the ranks must compute on CPUs. The check costs tens
+    of microseconds per operator. Call ``certificate()`` of the yielded object for the result::
 
         with certify(model, optimizer) as check:
             for batch in two_batches:

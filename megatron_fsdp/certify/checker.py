@@ -1,4 +1,4 @@
-"""Checker: sees every operator, allocation and collective, and asks clocks and memory whether they are in order."""
+"""Checker: record every operator, allocation and collective, and check their order with clocks and the memory model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _ACTIONS = frozenset(("allocated", "released", "exchanged", "transfer", "transfe
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _ALLOCATES_ONLY = ("aten::empty", "aten::new_empty")
 _NO_ACCESS = ("aten::set_", "aten::resize_", "aten::is_pinned", "profiler::", "prim::", "aten::record_stream")
-# On a GPU the host waits for their result: its value, or how large it is.
+# On a GPU the host waits for the result of these operators: a value, or a size.
 _BLOCKING = frozenset(
     """aten::_local_scalar_dense aten::is_nonzero aten::equal aten::nonzero aten::masked_select aten::_unique2
     aten::_unique aten::unique_dim aten::unique_consecutive aten::bincount""".split()
@@ -45,11 +45,11 @@ _KERNELS = f"{os.sep}dbuffer_kernels{os.sep}"
 
 @dataclass(frozen=True, slots=True)
 class Issue:
-    """One collective as issued.
+    """A collective of this rank, in the order of issue.
 
     Attributes:
-        group: names the communicator, alike on every rank of it; number: which of that communicator's.
-        after: of each communicator, how many are over before this one begins, whatever the ranks' timing.
+        group: name of the communicator, equal on all of its ranks. number: position among its collectives, from 1.
+        after: for each communicator, how many of its collectives have certainly ended when this one begins.
     """
 
     group: str
@@ -61,7 +61,7 @@ class Issue:
 
 
 class _Signature(NamedTuple):
-    """What an operator's schema says: names of arguments and whether each is written; that a result is a view."""
+    """An operator's schema: its arguments and whether each is written, and whether the result is a view."""
 
     name: str
     arguments: tuple[tuple[str, bool], ...]
@@ -72,19 +72,20 @@ class _Signature(NamedTuple):
 
 @dataclass(slots=True)
 class _Known:
-    """Where a storage's memory lies, and the reference whose end tells that it is gone."""
+    """The address of a storage's memory, and a weak reference that tells when the storage is deleted."""
 
     pointer: int
     reference: weakref.ref[torch.UntypedStorage]
 
 
 class Checker(TorchDispatchMode):
-    """Checks while it is entered.
+    """The dispatch mode that checks operators while it is active.
 
     Attributes:
-        memory: with its findings. syncs: what makes the host wait for a GPU, and the line, in order.
+        memory: the memory model, with its findings. syncs: each operation that makes the host wait for a GPU, and its
+            line, in order.
         issues: collectives of this rank, in order.
-        misplaced: collectives on the lane that is meant for others. num_operators: seen.
+        misplaced: collectives on the wrong lane. num_operators: number of operators seen.
     """
 
     def __init__(self, streams: VirtualStreams) -> None:
@@ -116,14 +117,14 @@ class Checker(TorchDispatchMode):
     # ------------------------------------------------------------------ what callers say
 
     def name(self, name: str, *tensors: torch.Tensor) -> None:
-        """Call the memory of tensors by a name in findings."""
+        """Set the name of the tensors' memory in findings."""
         for tensor in tensors:
             block = self._block(tensor)
             if block is not None:
                 block.name = name
 
     def lies_on_host(self, *tensors: torch.Tensor) -> None:
-        """Count the memory of tensors as the host's own, and what was done with it so far as done by the host."""
+        """Mark the memory of tensors as host memory, and attribute its earlier accesses to the host."""
         for tensor in tensors:
             block = self._block(tensor)
             if block is not None and not block.is_host:
@@ -131,7 +132,7 @@ class Checker(TorchDispatchMode):
                 block.forget()
 
     def _hear(self, action: str, subject: Any) -> None:
-        """Take notice of what the runtime is busy with, and of what no operator does to memory."""
+        """Handle an event of the runtime: the current unit, or a change of memory that no operator makes."""
         if action in _OF_UNITS:
             self._unit = subject.name
         elif action in _ACTIONS:
@@ -141,14 +142,14 @@ class Checker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(one, DTensor) for one in types):
-            # Its operators come again, with its local tensors.
+            # DTensor dispatches the operator again for its local tensors.
             return NotImplemented
         kwargs = kwargs or {}
         signature = _signature(func)
         if self._in_collective is not None or signature.is_ignored:
             return func(*args, **kwargs)
         touched = _touched(signature, args, kwargs)
-        # Before the operator: a storage's memory may be another's afterwards.
+        # Look up blocks before the operator runs: it may exchange the memory of storages.
         inputs = [self._block(tensor) for tensor, _ in touched]
         if None in inputs and not signature.is_view:
             raise StorageError(f"{signature.name} was called on memory that is not there")
@@ -189,7 +190,7 @@ class Checker(TorchDispatchMode):
             self._block_host("a copy between host and device" if is_copy_between else signature.name, queue)
 
     def sync(self, what: str, tensor: torch.Tensor) -> None:
-        """Note a method that makes the host wait for a tensor, unless that is the host's own."""
+        """Record a method that makes the host wait for a tensor, unless the tensor is in host memory."""
         block = self._block(tensor) if type(tensor) in _PLAIN else None
         if block is not None and not block.is_host and not self.streams.is_on_host:
             self._block_host(what, self.streams.current())
@@ -197,7 +198,7 @@ class Checker(TorchDispatchMode):
     def _block_host(self, what: str, queue: Queue) -> None:
         origin = here()
         if _KERNELS in origin.path:
-            # In its place a GPU runs a kernel, which looks at nothing on the host.
+            # On a GPU this is a kernel, which does not read memory from the host.
             return
         self.syncs.append((what, origin))
         self.streams.host.follow(queue, dict(queue.clock), is_host=True)
@@ -229,7 +230,7 @@ class Checker(TorchDispatchMode):
         key = int(storage._cdata)
         known = self._storages.get(key)
         if known is None:
-            # The checker may be gone before the storage is.
+            # The storage may outlive the checker.
             mine = weakref.ref(self)
 
             def gone(_: Any) -> None:
@@ -250,15 +251,15 @@ class Checker(TorchDispatchMode):
         """Return the block that a tensor lies in; None for one without memory.
 
         Args:
-            made_by: has just allocated it, if nobody had known it.
-            is_new: it has other memory than before.
+            made_by: the access that allocates the block, if it is not known yet.
+            is_new: the storage has other memory than before.
         """
         storage = tensor.untyped_storage()
         pointer = storage.data_ptr()
         if not pointer:
             return None
         known = self._known(storage)
-        # Two storages may have had one address (a view of foreign memory): the end of one is not that of the other.
+        # Two storages may share an address (a view of foreign memory); one may end before the other.
         if known.pointer != pointer or is_new or pointer not in self._blocks:
             if known.pointer:
                 self._release(known.pointer)
@@ -269,7 +270,7 @@ class Checker(TorchDispatchMode):
 
     def _allocate(self, made_by: Access | None) -> Block:
         if made_by is None:
-            # Older than the checker, or made where it does not look.
+            # The memory is older than the checker, or was allocated by an operator that it does not see.
             return Block(self.streams.compute)
         queue = self.streams.current()
         queue.launch()
@@ -278,11 +279,11 @@ class Checker(TorchDispatchMode):
     # ------------------------------------------------------------------ collectives
 
     def _transfer(self, transfer: Transfer) -> None:
-        """Let a collective read and write on its communicator's own stream, after what the current one holds."""
+        """Record a collective's reads and writes on its communicator's own stream, ordered after the current stream."""
         kind, name = transfer.kind, _name_of(transfer.group)
         queue = self._communicators.setdefault(name, Queue(name, self.streams))
         current, origin = self.streams.current(), here()
-        # ``dbuffer.mesh`` names communicators so.
+        # ``dbuffer.mesh`` gives these names to communicators.
         of_others = name.startswith("reduce over") or kind == "reduce_scatter"
         if (of_others and current.name == "gather lane") or (kind == "all_gather" and current.name == "reduce lane"):
             self.misplaced.append(f"{kind} on the {current.name}, where it waits for what it has nothing to do with")
@@ -304,7 +305,7 @@ class Checker(TorchDispatchMode):
         self._in_collective = current, queue, num_waits
 
     def _transferred(self, _: Transfer) -> None:
-        """The current stream goes on after it; the two waits are the communicator's own, none of the engine's."""
+        """Order the current stream after the collective; its two waits are the communicator's, not the engine's."""
         if self._in_collective is not None:
             current, queue, num_waits = self._in_collective
             self._in_collective = None
@@ -313,7 +314,7 @@ class Checker(TorchDispatchMode):
 
 
 class _Methods(TorchFunctionMode):
-    """Sees methods that read a tensor's memory without an operator, and numbers that live on the host."""
+    """The function mode that sees methods that read memory without an operator, and scalars on the host."""
 
     def __init__(self, checker: Checker) -> None:
         super().__init__()
@@ -337,10 +338,10 @@ class _Methods(TorchFunctionMode):
 
 
 def _is_made_on_host(result: torch.Tensor, kwargs: Any) -> bool:
-    """Whether a factory would make memory of the host on a machine with a GPU too.
+    """Return whether a factory function would allocate host memory on a machine with a GPU too.
 
-    A number that no device is named for lies there and is passed to kernels by value; and the engine says "cpu" only
-    for what is meant to lie there, since the device of its buffers comes from a mesh.
+    A scalar tensor without a device argument lies on the host and is passed to kernels by value. The engine writes
+    "cpu" only for host memory, because the device of its buffers comes from a mesh.
     """
     device = kwargs.get("device")
     if device is None:
@@ -351,7 +352,7 @@ def _is_made_on_host(result: torch.Tensor, kwargs: Any) -> bool:
 @functools.cache
 def _signature(func: Any) -> _Signature:
     schema = func._schema
-    # Collectives say nothing of what they write.
+    # The schemas of collectives do not say which arguments they write.
     is_collective = func.namespace == "c10d"
     writes = [
         (one.name, is_collective or (one.alias_info is not None and one.alias_info.is_write))
@@ -383,7 +384,7 @@ def _is_non_blocking(signature: _Signature, args: Any, kwargs: Any) -> bool:
 def _blocks_host(signature: _Signature, touched: Sequence[tuple[torch.Tensor, bool]]) -> bool:
     if signature.name in _BLOCKING:
         return True
-    # Where a mask is true is counted before anything is taken.
+    # An index with a mask counts the mask's true elements before it allocates.
     is_masked = signature.name in ("aten::index", "aten::index_put", "aten::index_put_")
     return is_masked and any(tensor.dtype in (torch.bool, torch.uint8) for tensor, _ in touched[1:])
 
@@ -391,9 +392,9 @@ def _blocks_host(signature: _Signature, touched: Sequence[tuple[torch.Tensor, bo
 def _needs_host(
     signature: _Signature, touched: Sequence[tuple[torch.Tensor, bool]], inputs: Sequence[Block | None]
 ) -> bool:
-    """Whether an operator with memory of the host among its operands can run nowhere else: only copies go between.
+    """Return whether an operator with an operand in host memory has to run on the host. Copies do not.
 
-    A number may be an operand anywhere. Collectives of objects, which the host waits for, go by memory of its own.
+    A scalar may be an operand on any device. Collectives of objects, which the host waits for, use separate memory.
     """
     if signature.name.startswith(("aten::copy_", "aten::_to_copy")):
         return False
@@ -409,7 +410,7 @@ def _tensors(value: Any) -> Iterable[torch.Tensor]:
 
 
 def _spans(tensor: torch.Tensor) -> Sequence[Span]:
-    """Return the bytes of a tensor: runs of neighbours, or all from its first to its last where there are too many."""
+    """Return the bytes of a tensor as runs; with too many runs, the whole range from its first to its last byte."""
     itemsize = tensor.itemsize
     start = int(tensor.storage_offset()) * itemsize
     numel = tensor.numel()

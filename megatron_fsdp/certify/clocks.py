@@ -1,7 +1,7 @@
-"""Streams with CUDA's meaning on the CPU: work stays in host order, and vector clocks say what a GPU would promise.
+"""Streams with CUDA's semantics on the CPU: work runs in host order, and vector clocks give the order a GPU guarantees.
 
-A ``VirtualStreams`` goes to ``drive_with`` of ``engine/streams.py``. A queue's clock says, for every queue, up
-to which of its accesses everything is over when the next access here begins (Fidge 1988, Mattern 1989).
+Pass a ``VirtualStreams`` to ``drive_with`` of ``engine/streams.py``. A queue's clock has an entry for every queue: the
+number of its accesses that have certainly ended when this queue's next access begins (Fidge 1988, Mattern 1989).
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ Clock = dict[str, int]
 
 
 class CaptureError(RuntimeError):
-    """What CUDA would refuse while a stream is captured, or of an event that was recorded then."""
+    """A call that CUDA refuses while a stream is captured, or for an event recorded in a capture."""
 
 
 @dataclass(eq=False, slots=True)
 class Wait:
-    """One wait of a queue for a point of another.
+    """A wait of a queue for a point in another queue.
 
     Attributes:
         origin: the line that waits. via: the line that called that one's file. target, source: names of the queues.
@@ -42,11 +42,11 @@ class Wait:
 
 @dataclass(eq=False)
 class Queue:
-    """The host, a stream, or a communicator: things that happen one after another.
+    """The host, a stream, or a communicator: a sequence of accesses.
 
     Attributes:
-        clock: for each queue, up to which of its accesses everything is over when the next access here begins.
-        is_captured: whether it takes part in a capture now.
+        clock: for each queue, how many of its accesses have ended when the next access of this queue begins.
+        is_captured: whether a capture includes this queue now.
     """
 
     name: str
@@ -55,11 +55,11 @@ class Queue:
     is_captured: bool = False
 
     def __post_init__(self) -> None:
-        # The host's clock as far as this queue has taken it over, by how often it changed.
+        # The version of the host's clock that this queue has taken over.
         self._launched = -1
 
     def _wait(self, event: Event) -> None:
-        """Let what comes next here come after the event.
+        """Order this queue's next work after the event.
 
         Raises:
             CaptureError: one of the two is of a capture and the other is not of the same one.
@@ -72,11 +72,11 @@ class Queue:
         self.launch()
         self.follow(event.source, event.clock)
         if self.is_captured:
-            # A stream that has forked has to be joined, whether or not work follows.
+            # CUDA requires that a forked stream joins the capture, even without work on it.
             self.tick()
 
     def come_after(self, stream: Queue) -> None:
-        """Let what comes next here come after all that the stream holds."""
+        """Order this queue's next work after all work in ``stream``."""
         event = self.streams.event()
         event.record(stream)
         self._wait(event)
@@ -90,7 +90,7 @@ class Queue:
         self.come_after(stream)
 
     def follow(self, source: Queue | None, clock: Clock, *, is_host: bool = False) -> None:
-        """Come after a point of ``source``, and note the wait; one for nothing is none."""
+        """Order this queue after a point of ``source`` and record the wait; None, and the queue itself, need none."""
         if source is None or source is self:
             return
         origin = here()
@@ -99,7 +99,7 @@ class Queue:
         self.streams.waits.append(wait)
 
     def launch(self) -> None:
-        """Take what the host knows: it issues what comes next."""
+        """Take over the host's clock, because the host issues this queue's next work."""
         host = self.streams.host
         if self._launched != host.streams.host_changes:
             self._launched = host.streams.host_changes
@@ -114,7 +114,7 @@ class Queue:
         return number
 
     def follows(self, other: Queue) -> bool:
-        """Whether all that happened in another queue is over before what comes next here."""
+        """Return whether all work of another queue ends before this queue's next work begins."""
         return self.clock.get(other.name, 0) >= other.clock.get(other.name, 0)
 
     def _join(self, clock: Clock) -> bool:
@@ -139,7 +139,7 @@ class Event:
         self.capture: int | None = None
 
     def record(self, stream: Queue) -> None:
-        """Be the point up to which the stream has come."""
+        """Set the event to the current end of the stream."""
         stream.launch()
         self.clock = dict(stream.clock)
         self.source = stream
@@ -147,12 +147,12 @@ class Event:
         self.capture = self._streams.capture_number if self.is_captured else None
 
     def synchronize(self) -> None:
-        """Let the host wait."""
+        """Make the host wait for the event."""
         self._refuse_capture("synchronizes with")
         self._streams.host.follow(self.source, self.clock, is_host=True)
 
     def query(self) -> bool:
-        """Tell that it has passed."""
+        """Return True: the work has ended in host order."""
         self._refuse_capture("queries")
         return True
 
@@ -162,15 +162,14 @@ class Event:
 
 
 class VirtualStreams:
-    """Streams for ``drive_with``, and the clocks that go with them.
+    """Streams for ``drive_with``, with their clocks.
 
     Attributes:
-        host: where Python runs. compute: the stream that is current at first. lanes: in the order in which they
-            were made.
-        waits: all so far, those of the host included.
-        host_changes: counts what the host came to know.
-        capture_number: of the capture under way, None outside of one.
-        is_on_host: whether operators are the host's own now.
+        host: the queue of the Python thread. compute: the initial current stream. lanes: in order of creation.
+        waits: all waits so far, including the host's.
+        host_changes: number of changes of the host's clock.
+        capture_number: number of the current capture, None outside of one.
+        is_on_host: whether operators run on the host now.
     """
 
     def __init__(self) -> None:
@@ -197,7 +196,7 @@ class VirtualStreams:
         return self._current[-1]
 
     def current_id(self, device: torch.device) -> int:
-        """Return a number for it."""
+        """Return an identifier of the current stream."""
         return id(self._current[-1])
 
     @contextlib.contextmanager
@@ -211,7 +210,7 @@ class VirtualStreams:
 
     @contextlib.contextmanager
     def on_host(self) -> Iterator[None]:
-        """Let all operators run on the host while the block runs, as those of an optimizer in CPU memory do."""
+        """Run all operators on the host while the block runs, like those of an optimizer in CPU memory."""
         before, self.is_on_host = self.is_on_host, True
         try:
             yield
@@ -223,30 +222,30 @@ class VirtualStreams:
         return Event(self)
 
     def is_capturing(self) -> bool:
-        """Whether the current stream is captured."""
+        """Return whether the current stream is captured."""
         return self._current[-1].is_captured
 
-    # ------------------------------------------------------------------ what others ask
+    # ------------------------------------------------------------------ calls for tests and checks
 
     def stream(self, name: str) -> Queue:
-        """Return a stream of the user's own."""
+        """Return a new stream of the user."""
         self._streams.append(Queue(name, self))
         return self._streams[-1]
 
     def order(self, first: Queue, then: Queue) -> None:
-        """Let what comes next on one stream come after all that another holds."""
+        """Order the next work on one stream after all work on another."""
         then.come_after(first)
 
     def switch(self, stream: Queue) -> None:
-        """Make another stream the current one from here on, as autograd does between nodes."""
+        """Change the current stream, as autograd does between nodes."""
         self._current[-1] = stream
 
     @contextlib.contextmanager
     def capture(self, stream: Queue) -> Iterator[None]:
-        """Capture what the block issues on ``stream``, and on streams that wait for it.
+        """Capture the work that the block issues on ``stream``, and on streams that wait for it.
 
         Raises:
-            CaptureError: work of a lane is left that the stream does not wait for.
+            CaptureError: the capture ends without a wait of ``stream`` for the work of a lane.
         """
         self._num_captures += 1
         self.capture_number = self._num_captures

@@ -1,9 +1,9 @@
-"""Memory as a GPU's caching allocator sees it: who last read and wrote which bytes, and when a block may be handed on.
+"""Memory as a GPU's caching allocator sees it: the last accesses of each byte, and when a block may be reused.
 
-A freed block goes back to the pool of the stream that it was allocated on, and the next allocation on that stream may
-have it at once, whatever other streams still do with it (PyTorch's notes on CUDA semantics, "Memory management"). So at
-the first allocation on a stream after a release, every use of what was released must lie before that stream. Which
-allocation gets which block depends on sizes and history; here any may, which finds the most.
+A freed block returns to the pool of the stream it was allocated on. The next allocation on that stream may get the
+block at once, even if other streams still use it (PyTorch's notes on CUDA semantics, "Memory management"). So every use
+of a released block must end before the first allocation on that stream after the release. In PyTorch, sizes and history
+decide which allocation gets which block. This model lets any allocation get it, which finds the most conflicts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """What one operator did to some bytes.
+    """A read or write of some bytes by one operator.
 
     Attributes:
         queue: the name of the queue it ran on. number: which access of that queue it is.
@@ -39,17 +39,17 @@ class Access:
 
     @property
     def place(self) -> str:
-        """It, with its line."""
+        """The access and its line, as text."""
         what = f"{'write' if self.is_write else 'read'} by {self.operator} on {self.queue} at {self.origin}"
         return what + (f" (unit {self.unit!r})" if self.unit else "")
 
 
 @dataclass(frozen=True, slots=True)
 class Conflict:
-    """Two accesses that nothing orders, or a block that is handed on before the last use of it is over.
+    """Two accesses without an order, or a block that may be reused before its last use has ended.
 
     Attributes:
-        buffer: whose memory it is. second: the later access in host order, or what is allocated.
+        buffer: name of the memory. second: the later access in host order, or the next allocation.
     """
 
     kind: str
@@ -59,14 +59,14 @@ class Conflict:
 
     @property
     def place(self) -> str:
-        """It, with the lines of both sides."""
+        """Both accesses and their lines, as text."""
         then = "then" if self.kind == "race" else "then handed on for"
         return f"{self.buffer}: {self.first.place}, {then} {self.second.place}"
 
 
 @dataclass(slots=True)
 class _Segment:
-    """Bytes with one history: the last write, and each queue's last read since.
+    """Bytes with a common history: the last write, and each queue's last read since then.
 
     Attributes:
         stop: the byte after the last.
@@ -77,14 +77,14 @@ class _Segment:
     reads: dict[str, Access] = field(default_factory=dict)
 
     def cut(self, stop: int) -> _Segment:
-        """Return what begins where this one now ends."""
+        """End this segment at a byte, and return the segment of the remaining bytes."""
         rest = _Segment(self.stop, self.write, dict(self.reads))
         self.stop = stop
         return rest
 
 
 class Block:
-    """One allocation.
+    """An allocation and its accesses.
 
     Attributes:
         allocated_on: the queue in whose pool it lies. is_host: it is memory of the host.
@@ -102,13 +102,13 @@ class Block:
         self._segments: list[_Segment] = []
 
     def forget(self) -> None:
-        """Drop its history."""
+        """Drop the history of the block's accesses."""
         self.last.clear()
         self._starts.clear()
         self._segments.clear()
 
     def touch(self, span: Span, access: Access, check: Callable[[Access], None]) -> None:
-        """Call ``check`` with every earlier access that conflicts with this one, and remember this one."""
+        """Call ``check`` with every earlier conflicting access, and add this access to the history."""
         first = self._split(span[0])
         stop = self._split(span[1])
         self._fill(first, stop, span)
@@ -127,7 +127,7 @@ class Block:
             self._segments[first:stop] = [_Segment(span[1], access)]
 
     def _split(self, at: int) -> int:
-        """Let a segment begin at a byte if one covers it, and return the position of what begins there or after."""
+        """Split the segment that covers a byte, and return the position of the first segment at or after it."""
         position = bisect_right(self._starts, at)
         if position and self._starts[position - 1] == at:
             return position - 1
@@ -138,7 +138,7 @@ class Block:
         return position
 
     def _fill(self, first: int, stop: int, span: Span) -> None:
-        """Give bytes of a span that were never touched a segment without history."""
+        """Add segments without history for the untouched bytes of a span."""
         begin, position = span[0], first
         while position < stop:
             if self._starts[position] > begin:
@@ -154,13 +154,13 @@ class Block:
 
 
 class Memory:
-    """All blocks, and what is wrong with how they are used.
+    """The memory model: all blocks, and conflicts in their use.
 
     Attributes:
-        num_conflicts: pairs of accesses of the same bytes on different queues, of which one writes, that were checked.
-        conflicts: those that nothing orders.
-        num_reuses: uses of released blocks that were checked against who may be handed them.
-        reuses: blocks that may be handed on too early.
+        num_conflicts: number of checked pairs of accesses to the same bytes on different queues, at least one a write.
+        conflicts: the pairs without an order.
+        num_reuses: number of checked uses of released blocks by their possible next owners.
+        reuses: blocks that may be reused before their last use has ended.
     """
 
     def __init__(self) -> None:
@@ -172,7 +172,7 @@ class Memory:
         self._told: set[tuple[object, ...]] = set()
 
     def touch(self, block: Block, spans: Sequence[Span], access: Access, queue: Queue) -> None:
-        """Note an access and check it against all earlier ones of the same bytes."""
+        """Record an access, and check it against all earlier accesses of the same bytes."""
         clock, mine = queue.clock, queue.name
 
         def check(other: Access) -> None:
@@ -186,7 +186,7 @@ class Memory:
             block.touch(span, access, check)
 
     def release(self, block: Block) -> None:
-        """Give a block back to the pool of its stream."""
+        """Return a block to the pool of its stream."""
         if block.is_host:
             return
         others = {name: access for name, access in block.last.items() if name != block.allocated_on.name}
@@ -195,7 +195,7 @@ class Memory:
             self._released.setdefault(block.allocated_on.name, []).append(block)
 
     def allocate(self, queue: Queue, access: Access) -> Block:
-        """Return a new block of a stream, which may be any that was given back to it."""
+        """Return a new block of a stream, which may reuse the memory of any block in the stream's pool."""
         for block in self._released.pop(queue.name, ()):
             for name, last in block.last.items():
                 self.num_reuses += 1
@@ -204,7 +204,7 @@ class Memory:
         return Block(queue)
 
     def _tell(self, findings: list[Conflict], conflict: Conflict) -> None:
-        # Once for each pair of lines and buffer: a loop would say it thousands of times.
+        # Report each pair of lines and buffer once: a loop would repeat the report thousands of times.
         first, second = conflict.first, conflict.second
         key = (conflict.kind, conflict.buffer, *((a.origin, a.operator, a.queue, a.is_write) for a in (first, second)))
         if key not in self._told:

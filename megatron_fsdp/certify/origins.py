@@ -1,4 +1,4 @@
-"""Origins: which line of whose code issued an operator or a wait."""
+"""Origins: the line of code that issued an operator or a wait."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _ENGINE = tuple(
     for parts in (("megatron_fsdp",), ("dbuffer",), ("kernels", "dbuffer_kernels"), ("dbuffer_kernels",))
 )
 _node: Callable[[], Any] = torch._C._current_autograd_node
-# Whether a file is looked through, by its name.
+# By file name: whether ``here`` skips lines of the file.
 _hidden: dict[str, bool] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """A line, and where autograd issued the work itself the node that did."""
+    """A line; and the autograd node, if autograd itself issued the work."""
 
     path: str
     line: int
@@ -35,7 +35,7 @@ class Origin:
 
     @property
     def is_engine(self) -> bool:
-        """Whether the line is the engine's own."""
+        """Return whether the line is in the engine."""
         return self.path.startswith(_ENGINE) and not self.path.startswith(_CERTIFY)
 
     @property
@@ -57,7 +57,7 @@ def here(outside: str = "") -> Origin:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and (frame.f_code.co_filename == outside or _is_hidden(frame.f_code.co_filename)):
         if os.path.basename(frame.f_code.co_filename) == "weakref.py":
-            # Whatever line let go of the object last has nothing to do with it.
+            # The line that dropped the last reference is unrelated to the finalizer's work.
             return Origin("a finalizer", 0)
         frame = frame.f_back
     if frame is None:

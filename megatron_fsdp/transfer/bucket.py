@@ -1,4 +1,4 @@
-"""WeightBucket: whole tensors side by side in one run of bytes, with a table; what a receiver does with one.
+"""WeightBucket: whole tensors in one run of bytes, with a table; and the receiver's functions for a bucket.
 
 A receiver needs this file alone: no model of this library, no ranks.
 """
@@ -53,8 +53,8 @@ class BucketEntry:
 class WeightBucket:
     """A flattened bucket: bytes and a table.
 
-    The stream that yields a bucket takes its memory back when the next bucket is asked for. ``data`` raises from then
-    on; a tensor that was taken from the bucket before keeps its memory, and its values, for as long as it lives.
+    The stream that yields a bucket takes its memory back when the caller asks for the next bucket. After that, ``data``
+    raises. A tensor taken from the bucket before keeps its memory, and its values, for as long as it lives.
 
     Args:
         data: 1-D, uint8. entries: where each tensor lies in it; bytes that belong to no entry are undefined.
@@ -77,7 +77,7 @@ class WeightBucket:
 
     @property
     def data(self) -> torch.Tensor:
-        """All bytes of the bucket, 1-D uint8.
+        """The whole bucket as bytes, 1-D uint8.
 
         Raises:
             TransferError: the stream that yielded it has gone on.
@@ -99,7 +99,7 @@ class WeightBucket:
         """Compare the bytes with the checksums of the table.
 
         Raises:
-            TransferError: a tensor differs from what was sent; or the table has no checksums.
+            TransferError: a tensor differs from the sent one; or the table has no checksums.
         """
         data = self.data
         unchecked = [entry.name for entry in self.entries if entry.checksum is None]
@@ -130,7 +130,7 @@ class WeightBucket:
 def apply_bucket(state: Mapping[str, torch.Tensor], bucket: WeightBucket, *, verify: bool = True) -> None:
     """Copy a bucket into the tensors of a receiver, such as ``model.state_dict()``; each tensor is cast to theirs.
 
-    A name may be missing in ``state`` where an alias of it is there: a receiver may name tied weights once.
+    A name may be missing in ``state`` if one of its aliases is present: a receiver may name tied weights once.
 
     Args:
         verify: compare the checksums first, if the table has any. Nothing is written when one differs.
@@ -178,7 +178,7 @@ def places_of(
 def tensor_checksums(tensors: Sequence[tuple[str, torch.Tensor]]) -> list[int]:
     """Return 64 bits over each named tensor; the host waits for the device once.
 
-    The checksum of a whole tensor is the sum, modulo 2**64, of those of its parts (``dbuffer_kernels.checksum``).
+    The checksum of a whole tensor is the sum of its parts' checksums modulo 2**64 (``dbuffer_kernels.checksum``).
     """
     if not tensors:
         return []

@@ -48,7 +48,7 @@ class LooseWeight:
 
 @dataclass(frozen=True, slots=True)
 class CatalogGroup:
-    """A parameter group and its weights, in the order in which they lie in the flat buffer."""
+    """A parameter group and its weights, in the order of the flat buffer."""
 
     group: ParameterGroup
     weights: tuple[ShardedWeight, ...]
@@ -56,7 +56,7 @@ class CatalogGroup:
 
 @dataclass(frozen=True, slots=True)
 class WeightCatalog:
-    """All weights of a model: parameter groups in the order of their first parameter, then loose weights.
+    """Every weight of a model: parameter groups in the order of their first parameter, then loose weights.
 
     Attributes:
         groups: groups of one unit follow each other. loose: in the order of the state dict.
@@ -72,9 +72,8 @@ class WeightCatalog:
         """Look at a model between steps; its units are resharded, nothing else changes, nothing is sent.
 
         Raises:
-            StateError: parameters are on the meta device, or something else is registered in their place.
-            ConfigError: a parameter that has no whole value of its own (packed subclasses, Megatron's own tensor
-                parallelism).
+            StateError: parameters are on the meta device, or were replaced by other tensors.
+            ConfigError: a parameter without a whole value (packed subclasses, Megatron's own tensor parallelism).
         """
         for module in model.modules():
             if isinstance(refusal := vars(module).get("checkpoint_refusal"), str):

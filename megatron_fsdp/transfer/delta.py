@@ -1,4 +1,4 @@
-"""Deltas: what changed of the weights since a version that each rank remembers, sent instead of the weights.
+"""Deltas: changes of the weights since a version that each rank remembers, sent instead of the weights.
 
 A step at a small learning rate changes few of the bf16 values that a generator has.
 """
@@ -35,13 +35,13 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, slots=True)
 class DeltaEntry:
-    """What changed of one tensor.
+    """The changes of one tensor.
 
     Attributes:
         name, aliases, dtype, shape: of the tensor.
-        begin, end: which elements of the bucket's ``values`` (and ``indices``) are of this tensor.
-        origin: what an index is for the tensor's first element.
-        checksum: 64 bits over the values of the whole tensor after the change; None for ones that came whole.
+        begin, end: the tensor's range in the bucket's ``values`` (and ``indices``).
+        origin: the index of the tensor's first element.
+        checksum: 64 bits over the values of the whole tensor after the change; None for a tensor sent whole.
     """
 
     name: str
@@ -59,8 +59,8 @@ class DeltaBucket:
     """Changes of the weights of one parameter group, or one whole weight of no group.
 
     Attributes:
-        kind: "sparse": ``values`` belong at ``indices``; "xor": ``values`` are the exclusive or of old and new bits;
-            "whole": ``values`` are those of the tensor.
+        kind: "sparse": ``values`` belong at ``indices``; "xor": ``values`` are the exclusive or of the bits before and
+            after; "whole": ``values`` are those of the tensor.
         since, version: of the weights before and after the change.
 
     Example:
@@ -85,7 +85,7 @@ class DeltaBucket:
 
 @dataclass(frozen=True, slots=True)
 class DeltaReport:
-    """What a stream of deltas sends.
+    """The sizes of a stream of deltas.
 
     Attributes:
         num_elements, num_changed: elements of sharded parameters, and how many have another value now.
@@ -116,7 +116,7 @@ class DeltaReport:
 
 @dataclass(slots=True)
 class _Remembered:
-    """This rank's shards as they were at a version, by the group's position, and loose weights by name."""
+    """This rank's shards at a version, by the group's position, and loose weights by name."""
 
     version: int
     dtype: torch.dtype
@@ -128,7 +128,7 @@ _REMEMBERED: weakref.WeakKeyDictionary[nn.Module, _Remembered] = weakref.WeakKey
 
 
 def remember_weights(model: nn.Module, *, dtype: torch.dtype = torch.bfloat16) -> int:
-    """Keep this rank's shard of the weights as it is now, in ``dtype``, and return the version; nothing is sent.
+    """Keep a copy of this rank's shard of the weights, in ``dtype``, and return the version; nothing is sent.
 
     ``weight_stream(model, changed_since=version)`` sends the difference, and remembers the weights that it has sent.
     Takes 2 bytes for each bf16 element of this rank's shard, on the device of the main weights. Every rank calls it.
@@ -158,7 +158,7 @@ def remember_weights(model: nn.Module, *, dtype: torch.dtype = torch.bfloat16) -
 
 
 def forget_weights(model: nn.Module) -> None:
-    """Remember no version of a model's weights: this rank has another part of them now."""
+    """Forget the remembered versions of a model's weights: this rank has another part of them now."""
     _REMEMBERED.pop(unwrapped(model), None)
 
 
@@ -210,7 +210,7 @@ class DeltaStream(Iterator[DeltaBucket]):
 
     @property
     def report(self) -> DeltaReport:
-        """What is sent, with the density; known once the first bucket was asked for.
+        """The sizes of the stream, with the density; available after the first bucket was requested.
 
         Raises:
             TransferError: it was not.
@@ -293,7 +293,7 @@ def _gather(gathers: list[RegionGather]) -> None:
 
 
 def _checksums(catalog: WeightCatalog, own: list[torch.Tensor]) -> dict[str, int]:
-    """Return the checksum of each whole tensor of the groups: the sum of those of its parts."""
+    """Return the checksum of each whole tensor of the groups: the sum of its parts' checksums."""
     names: list[str] = []
     parts: list[tuple[list[MeshAxis], torch.Tensor]] = []
     for each, values in zip(catalog.groups, own, strict=True):
@@ -403,7 +403,7 @@ def apply_delta(state: Mapping[str, torch.Tensor], bucket: DeltaBucket, *, versi
             differs from the trainer's weights.
 
     Example:
-        state, version = dict(weight_stream(model)), remember_weights(model)  # what a receiver has
+        state, version = dict(weight_stream(model)), remember_weights(model)  # the receiver's state
         optimizer.step()
         for delta in weight_stream(model, changed_since=version):
             apply_delta(state, delta, version=version)

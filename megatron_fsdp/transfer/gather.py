@@ -1,7 +1,7 @@
-"""Gathers of main weights into memory of the caller's; units, and what compute uses of them, are left as they are.
+"""Gather main weights into the caller's memory; units and their gathered weights stay unchanged.
 
-A unit's own gather brings what compute uses: codes of 8 bits, another dtype. What is sent elsewhere is made of the main
-weights, so that it equals the state dict of a plain model to the bit.
+A unit's own gather brings the compute weights: 8-bit codes, or another dtype. Transfers start from the main weights, so
+that the sent weights equal the state dict of a plain model to the bit.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from megatron_fsdp.transfer.catalog import ShardedWeight
 
 __all__ = ["Piece", "RegionGather", "Shards", "assemble", "gather_regions", "own_values"]
 
-# What is added to this rank's part of a weight before it is sent, a merged adapter: called with the whole weight's
-# dtype, it returns the whole addition.
+# An addition to this rank's part of a weight before it is sent, such as a merged adapter. The function gets the whole
+# weight's dtype and returns the whole addition.
 Addition = Callable[[torch.dtype], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """How the main weights of a group are spread: over which axes, and which shard this rank has.
+    """The sharding of a group's main weights: the axes, and this rank's shard.
 
     Attributes:
         axes: those that cut the flat buffer, from the minor one to the major one. index: of this rank's shard.
@@ -71,9 +71,9 @@ class Piece:
     """Consecutive weights of one group, which are gathered together.
 
     Attributes:
-        weights: in the order in which they lie in the flat buffer. start, stop: elements of it that hold them.
-        dtype: in which they travel.
-        additions: by the position of a weight in the plan, what is added before it is sent.
+        weights: in the order of the flat buffer. start, stop: the elements of the buffer that hold them.
+        dtype: in which the weights are sent.
+        additions: by the position of a weight in the plan, the addition before it is sent.
     """
 
     group: ParameterGroup
@@ -95,7 +95,7 @@ class Piece:
 
 
 def own_values(piece: Piece, out: torch.Tensor) -> None:
-    """Write this rank's main weights of a piece to ``out``, 1-D, which is as long as what the rank holds of it."""
+    """Write this rank's main weights of a piece to ``out``, a 1-D tensor with as many elements."""
     weights = piece.group.weights
     layout, start, stop = _held(piece)
     if start == stop:
@@ -178,7 +178,7 @@ def gather_regions(gathers: Sequence[RegionGather], works: list[dist.Work]) -> N
             if len({part.numel() for part in parts}) == 1:
                 start = parts[0].storage_offset() - each.region.storage_offset()
                 whole = each.region[start : start + sum(part.numel() for part in parts)]
-                # As bytes: not every backend gathers every dtype.
+                # Gather bytes, because not every backend gathers every dtype.
                 even.append(Part("all_gather", axis, whole.view(torch.uint8), parts[axis.rank].view(torch.uint8)))
             else:
                 uneven.append((axis, parts))
@@ -196,7 +196,7 @@ def assemble(local: Sequence[torch.Tensor], split: TensorParallel, out: Sequence
 
     Args:
         local: this rank's part of each weight, whole along the data-parallel axes.
-        out: the whole weights, which are written. All ranks of the parameters' own mesh call it.
+        out: receives the whole weights. Every rank of the parameters' own mesh has to call it.
     """
     axes = mesh_axes(split.mesh)
     current = list(local)
@@ -223,7 +223,7 @@ def assemble(local: Sequence[torch.Tensor], split: TensorParallel, out: Sequence
 
 
 def _local_shape(shape: tuple[int, ...], split: TensorParallel, axes: Sequence[MeshAxis]) -> tuple[int, ...]:
-    """Return the shape of what this rank has when the first axes alone have cut a weight."""
+    """Return the shape of this rank's part after the first axes alone have cut a weight."""
     found = list(shape)
     for axis, placement in zip(axes, split.placements, strict=False):
         if placement.is_shard():

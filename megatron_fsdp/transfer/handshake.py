@@ -47,7 +47,7 @@ class Handshake:
             report_failure(self._ranks, f"gathers bucket {self._num_met} of {self._what}", error)
 
     def leave(self) -> None:
-        """Tell the other ranks that this one does not come to the next meeting, if there is one to come."""
+        """Tell the other ranks that this one skips the next meeting, unless all meetings are over."""
         if self._num_met < self._count and not self._is_over:
             self.cut_off()
             where = f"after {self._num_met} of {self._count} buckets"

@@ -33,7 +33,7 @@ class Parts:
 
     @classmethod
     def of(cls, ranges: Iterable[tuple[int, int]] | torch.Tensor) -> Parts:
-        """Return the parts of (start, stop) pairs, in any order; empty ones are left out.
+        """Make parts from (start, stop) pairs, in any order; drop empty ones.
 
         Raises:
             TransferError: two of them overlap.
@@ -142,7 +142,7 @@ class TransferLayout:
         return tuple(sorted(rank for rank, each in self.parts.items() if len(each.starts)))
 
     def without(self, ranks: Collection[int]) -> TransferLayout:
-        """Return the layout of what is left when ``ranks`` are lost."""
+        """Return the layout that remains when ``ranks`` are lost."""
         kept = {rank: each for rank, each in self.parts.items() if rank not in set(ranks)}
         return TransferLayout(self.num_bytes, kept, self.tensors)
 
@@ -176,7 +176,7 @@ def size_of(tensors: Sequence[BucketEntry]) -> int:
 
 
 def box_ranges(entry: BucketEntry, box: Sequence[range], held: range | None = None) -> torch.Tensor:
-    """Return the (start, stop) pairs, (n, 2), of a box of a tensor, in the order in which the box lies in memory.
+    """Return the (start, stop) pairs, (n, 2), of a box of a tensor, in memory order.
 
     Args:
         box: which indices of each dimension. held: which elements of the flattened box; None: all of them.

@@ -1,4 +1,4 @@
-"""``local_shards``: what this rank holds of each weight, where it lies, and which other ranks hold the same."""
+"""``local_shards``: this rank's elements of each weight, their place, and the ranks with the same elements."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class LocalShard:
 
     Attributes:
         name: of the weight. aliases: its other names.
-        local: 1-D view of the memory that the optimizer updates; empty where this rank holds nothing of it. Of split
-            main weights it is the bf16 plane.
+        local: 1-D view of the memory that the optimizer updates; empty if this rank has no element of the weight. With
+            split main weights it is the bf16 plane.
         shape: of the whole weight. offset: of the first element of ``local``.
         part_shape, part_offsets: see above.
-        replica_ranks: the ranks that hold just these elements, this one among them, ascending.
-        sender: which of them sends the elements where each is to be sent once; spread over the replicas.
+        replica_ranks: the ranks with exactly these elements, including this one, ascending.
+        sender: the one of them that sends the elements if each is to be sent once; spread over the replicas.
         mesh, placements: of the sharded parameter, a DTensor; None for a plain tensor.
 
     Example:
@@ -56,7 +56,7 @@ class LocalShard:
 
     @property
     def contributes(self) -> bool:
-        """Whether this rank sends these elements: it is their sender, and there are any."""
+        """Return whether this rank sends elements: it is their sender, and the shard is not empty."""
         return self.local.numel() > 0 and self.sender == (dist.get_rank() if dist.is_initialized() else 0)
 
 
@@ -90,7 +90,8 @@ def _shard(each: CatalogGroup, weight: ShardedWeight) -> LocalShard:
     if split is None:
         replicas = _alike(main.mesh, cut)
     else:
-        # Of a tensor-parallel parameter its own axes come first, then those of the buffer (two that cut it are one).
+        # A tensor-parallel parameter's own axes come first, then the buffer's (two axes that cut the buffer count as
+        # one).
         own = {axis for axis, placement in enumerate(split.placements) if placement.is_shard()}
         mesh = parameter.device_mesh
         is_one = mesh.ndim < split.mesh.ndim + len(main.placements)

@@ -30,8 +30,8 @@ class LoraMerge:
     """The adapters of a model, and what becomes of its names when they are merged.
 
     Attributes:
-        renamed: names here and names of the merged model. dropped: names that it does not have.
-        additions: by name, what is added to a weight.
+        renamed: names here and names of the merged model. dropped: names that the merged model does not have.
+        additions: the addition to each weight, by name.
         whole: the whole adapter weights by the parameter's ``id``, which a stream fills in before its first gather.
     """
 
@@ -103,14 +103,14 @@ class LoraMerge:
 
     def _delta(self, module: Any, adapters: list[str], dtype: torch.dtype) -> torch.Tensor:
         layer = _with_whole_weights(module, self.whole.__getitem__)
-        # One after the other, as peft adds them.
+        # Add adapters in peft's order.
         found: torch.Tensor = layer.get_delta_weight(adapters[0])
         if len(adapters) > 1:
             raise ConfigError(
                 f"{len(adapters)} adapters are active at once ({', '.join(adapters)}), which a stream cannot merge. "
                 "fix: model.set_adapter(name) with one of them"
             )
-        # As peft: other layers than embeddings add FP32 products to bf16 weights and round once.
+        # Round like peft: except for embeddings, layers add FP32 products to bf16 weights and round once.
         return found.detach().to(dtype) if isinstance(module.base_layer, nn.Embedding) else found.detach()
 
     def adapters(self, model: nn.Module) -> list[nn.Parameter]:
@@ -133,7 +133,7 @@ def _has_adapter(module: Any, adapter: str) -> bool:
 
 
 def _with_whole_weights(module: nn.Module, whole: Callable[[int], torch.Tensor]) -> Any:
-    """Return a stand-in of a layer whose adapters' parameters are whole; the base layer stays as it is."""
+    """Return a stand-in for a layer whose adapters' parameters are whole; the base layer is unchanged."""
     stand_in: Any = object.__new__(type(module))
     vars(stand_in).update(vars(module))
     vars(stand_in)["_parameters"] = {

@@ -25,10 +25,10 @@ class Mover:
 
     Args:
         plan: the same on all ranks.
-        sources, targets: contiguous tensors of any dtypes that hold, one behind the other, what the source and the
-            target layout give this rank. They may not overlap each other.
-        device: of the staging buffers: where the communicator sends from.
-        group: over the ranks of the plan, ascending; None makes one, which all of them do together.
+        sources, targets: contiguous tensors of any dtypes. One after the other, they hold this rank's part of the
+            source and of the target layout. Sources and targets may not overlap.
+        device: of the staging buffers: the communicator sends from there.
+        group: over the ranks of the plan, ascending; None makes one, and all ranks have to do so together.
     Raises:
         RuntimeError: out of memory.
     """
@@ -54,7 +54,7 @@ class Mover:
 
     @torch.no_grad()
     def run(self) -> None:
-        """Copy what stays on this rank, then send and receive round by round.
+        """Copy the bytes that stay on this rank, then send and receive round by round.
 
         Raises:
             AgreementError: another rank ended or did not come.
@@ -76,7 +76,7 @@ class Mover:
             self._target.write(theirs, start, stop, received)
 
     def _keep(self) -> None:
-        """Copy what stays on this rank."""
+        """Copy the bytes that stay on this rank."""
         kept = self._plan.kept.get(self._rank)
         if kept is None or not len(kept.starts):
             return
@@ -124,7 +124,7 @@ class _Pieces:
 
 
 class _Memory:
-    """What one rank holds of a flat space, in several tensors one behind the other."""
+    """One rank's part of a flat space, in several tensors one after the other."""
 
     def __init__(self, parts: Parts | None, tensors: Sequence[torch.Tensor]) -> None:
         self._parts = Parts.of([]) if parts is None else parts

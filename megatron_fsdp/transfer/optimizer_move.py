@@ -35,8 +35,8 @@ class StateItem:
 
     Attributes:
         optimizer: number of the optimizer. place: number of the parameter. key: in the parameter's state.
-        is_scales: one number for each block of 8-bit codes; the new layout has all of them on each rank, of which the
-            optimizer takes its own in the next step. was_whole: so it was before.
+        is_scales: one number for each block of 8-bit codes. In the new layout each rank gets all of them, and the
+            optimizer keeps its own in the next step. was_whole: each rank had all of them before.
     """
 
     optimizer: int
@@ -118,7 +118,7 @@ class OptimizerMove:
         return [value._local_tensor if isinstance(value, DTensor) else value for value in values]
 
     def make_targets(self, layouts: Sequence[tuple[Layout, int]]) -> list[torch.Tensor]:
-        """Allocate what the new layout gives this rank.
+        """Allocate this rank's part of the new layout.
 
         Args:
             layouts: the layout of each place's main weights, and its position there.
@@ -168,7 +168,7 @@ class OptimizerMove:
         for item, target in zip(self.items, self._targets, strict=True):
             param = self.params[item.place]
             assert isinstance(param, FlatDTensor)
-            # As a local part of the parameter's own shape: rows of it, with no element of others.
+            # Give the local part the parameter's own shape: whole rows, without elements of other parameters.
             value = target if item.is_scales else param.with_local(target.view(param._local_tensor.shape))
             moved.setdefault((item.optimizer, item.place), {})[item.key] = value
         for number, (optimizer, values) in enumerate(zip(self.optimizers, self.values, strict=True)):

@@ -56,19 +56,19 @@ def reshard_(
     """Give all units of a model another strategy, or other ranks, between steps; the parameters stay the same objects.
 
     Weights and optimizer state keep every bit, and nothing goes to disk. ``plan_transfer`` says what travels; replicas
-    share the work. While it runs, this rank holds the old shards, the new shards and the staging memory. A call that
-    raises leaves model and optimizer as they were, on all ranks that still run.
+    share the work. During the call this rank needs memory for the old shards, the new shards and the staging buffers. A
+    call that raises leaves model and optimizer unchanged, on all ranks that still run.
 
     Every rank of the old and of the new mesh calls it. A rank that the new mesh leaves out sends its part; its model
     can train no more afterwards.
 
     Args:
-        mesh: data-parallel mesh as in ``fully_shard``, of ranks that the model has now. None: the one it has.
-        placements: as in ``fully_shard``. None: the strategy of each unit stays where the new mesh has as many axes as
-            the old one, else as in ``fully_shard``.
+        mesh: data-parallel mesh as in ``fully_shard``, over ranks that the model has now. Default: the current mesh.
+        placements: as in ``fully_shard``. By default each unit keeps its strategy if the new mesh has as many axes as
+            the old one; otherwise the default of ``fully_shard``.
         optimizer: every optimizer that steps the model: ``torch.optim``'s, or this package's.
-        lost_ranks: ranks whose values are gone. One that has ended does not call; one that was started anew, with a
-            model that is sharded as before and an optimizer without state, calls and gets everything from replicas.
+        lost_ranks: ranks that have lost their values. A rank that has ended does not call. A rank that was restarted,
+            with a model sharded as before and an optimizer without state, calls and gets everything from replicas.
         staging_bytes: of send and receive buffers.
     Returns:
         The plan that was carried out; ``print`` shows bytes by rank.
@@ -135,7 +135,7 @@ class _Together:
         return name
 
 
-# ---------------------------------------------------------------- what can be moved
+# ---------------------------------------------------------------- checks before a move
 
 
 def _check(model: nn.Module, units: Sequence[Unit], optimizers: Sequence[Optimizer]) -> None:
@@ -218,7 +218,7 @@ def _check_ranks(units: Sequence[Unit], new_ranks: Sequence[int], lost: Collecti
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Place:
-    """Where one parameter lies before and after.
+    """The places of one parameter before and after the move.
 
     Attributes:
         param: the sharded one. old, old_index: its group, and its position there.
@@ -236,7 +236,7 @@ class _Place:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Move:
-    """One new group of a unit.
+    """A new group of a unit.
 
     Attributes:
         like: an old group whose settings it takes. places: of its parameters, in plan order.
@@ -377,7 +377,7 @@ def _values_dtype(group: ParameterGroup) -> torch.dtype:
 
 
 class _Prepared:
-    """Everything that the new layout needs, allocated beside the old one, which is as it was until ``commit``."""
+    """The memory of the new layout, in addition to the old one, which stays unchanged until ``commit``."""
 
     def __init__(
         self, moves: Sequence[_Move], state: OptimizerMove, plan: TransferPlan, num_weights: int, *, is_here: bool
@@ -414,7 +414,7 @@ class _Prepared:
         self._mover = Mover(plan, sources, targets, device)
 
     def run(self) -> None:
-        """Move the bytes; the model is as it was."""
+        """Move the bytes; the model is unchanged."""
         try:
             self._mover.run()
         finally:
@@ -423,7 +423,7 @@ class _Prepared:
             made.store(values)
 
     def commit(self, model: nn.Module, units: Sequence[Unit]) -> None:
-        """Let the units have the new groups and the optimizers the new state; an error puts back what was."""
+        """Install the new groups in the units and the new state in the optimizers. After an error, restore both."""
         if not self._is_here:
             for root in {id(unit.root): unit.root for unit in units}.values():
                 root.set_hooks((_Left(),))
@@ -460,7 +460,7 @@ class _Left(StepHooks[Unit, Call]):
 
 
 class _Before:
-    """What ``commit`` changes, to be put back."""
+    """The state that ``commit`` changes, for restoring it."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self.groups = [(unit, unit.groups) for unit in units]

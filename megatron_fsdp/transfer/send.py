@@ -28,8 +28,8 @@ def send_weights(
 ) -> None:
     """Send this rank's part of a model's weights to the ranks that need it, as ``plan_transfer`` says.
 
-    All ranks of the plan call it, or ``receive_weights``, at the same time, between steps. The model stays as it is,
-    whatever is raised. A weight that travels in another dtype than it rests in takes a copy of this rank's part.
+    Every rank of the plan calls it, or ``receive_weights``, at the same time, between steps. The model stays unchanged,
+    also after an error. A weight sent in another dtype than its main weight needs a copy of this rank's part.
 
     Args:
         plan: from ``weight_layout(model)`` to the engine's layout.

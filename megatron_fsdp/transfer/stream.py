@@ -64,21 +64,21 @@ def weight_stream(  # noqa: PLR0913  # options, each of which stands alone
 ) -> WeightStream | DeltaStream:
     """Return an iterator of (name, whole tensor) over all weights of a (sharded) model, in one order on all ranks.
 
-    Every rank of the model iterates it, between steps; each gets all tensors. Units are gathered from the main weights,
-    one collective for each, while the bucket before it is used; units and what compute uses stay as they are. Sharded,
-    frozen, ignored and replicated parameters come, and persistent buffers of modules; a tied weight once, under its
-    first name (``stream.aliases`` has the others). Tensor- and expert-parallel parts are put together. Where ranks hold
-    different plain tensors under one name, each rank gets its own.
+    Every rank of the model iterates it, between steps; each gets all tensors. Each unit is gathered from the main
+    weights by one collective, while the caller uses the previous bucket; units and their gathered weights stay
+    unchanged. The stream has sharded, frozen, ignored and replicated parameters, and persistent buffers of modules. A
+    tied weight is sent once, under its first name (``stream.aliases`` has the others). Tensor- and expert-parallel
+    parts are put together. If ranks hold different plain tensors under one name, each rank gets its own.
 
     Memory above rest is at most two buckets (``print(stream.explain())`` before the first tensor). A tensor that is
     kept stays valid and keeps the memory of its bucket.
 
     Args:
-        dtype: of floating-point parameters; None leaves each in the dtype in which it is stepped. Buffers keep theirs.
+        dtype: of floating-point parameters; None sends each in the dtype of its optimizer step. Buffers keep theirs.
         names: patterns of names here and names at the receiver, as in ``export_safetensors``.
         bucket_bytes: units are gathered into buckets of this size; a larger unit is cut between its tensors.
-        device: where the tensors are wanted; None leaves them where compute is.
-        changed_since: send what changed since this version instead, as ``DeltaBucket``s for ``apply_delta``. Each rank
+        device: of the yielded tensors; None leaves them on the compute device.
+        changed_since: send the changes since this version instead, as ``DeltaBucket``s for ``apply_delta``. Each rank
             has to remember that version: ``remember_weights``, or an earlier stream of changes that ended.
         merge_lora: send the weights that peft's ``merge_and_unload`` would make instead of base weights and adapters.
         checksums: compute 64 bits over each tensor, for ``WeightBucket.verify``; reads each bucket once.
@@ -148,11 +148,11 @@ class WeightStream(Iterator[tuple[str, torch.Tensor]]):
         self.version = session.version
 
     def explain(self) -> StreamReport:
-        """Return what the stream takes: tensors, buckets, bytes received, memory. Nothing is sent."""
+        """Return the costs of the stream: tensors, buckets, bytes received, memory. Nothing is sent."""
         return self._session.plan.report
 
     def metadata(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
-        """Return the name, dtype and shape of each tensor, in the order in which they come. Nothing is sent."""
+        """Return the name, dtype and shape of each tensor, in the order of the stream. Nothing is sent."""
         buckets = self._session.plan.buckets
         return [(entry.name, entry.dtype, entry.shape) for bucket in buckets for entry in bucket.entries]
 
@@ -212,7 +212,7 @@ class _Flight:
     works: list[dist.Work]
 
     def land(self) -> None:
-        """Wait for the gathers, and do what follows them; the bucket is complete afterwards."""
+        """Wait for the gathers and assemble tensor-parallel parts; the bucket is complete afterwards."""
         for work in self.works:
             wait_for(work, self.memory)
         self.works = []
@@ -234,7 +234,7 @@ class _Flight:
 
 
 class _Session:
-    """One pass over the buckets: at most two of them have memory at a time."""
+    """A pass over the buckets: at most two of them have memory at a time."""
 
     def __init__(
         self,
@@ -248,21 +248,21 @@ class _Session:
     ) -> None:
         self.plan = plan
         self._tracker = tracker_of(model)
-        # Groups are held weakly by their modules' hooks; the pieces need the model to stay.
+        # The modules' hooks only have weak references to groups, but the pieces need the model to stay alive.
         self._model = model
         self._options, self._catalog, self._merge = options, catalog, merge
         self._adapters, self._adapter_groups = adapters, adapter_groups
         self.version = self._tracker.current()
         self._num_started = 0
         self._flight: _Flight | None = None
-        # Of buckets that the caller is through with; of the bucket that it has now.
+        # Memory of buckets that the caller has finished with, and of the caller's current bucket.
         self._spare: list[torch.Tensor] = []
         self._lent: list[torch.Tensor] = []
         self._handshake = Handshake(catalog.ranks, "weight_stream(model)", len(plan.buckets))
         self._device = _device_of(catalog)
         self._caller = CallerStreams(self._device)
 
-    # ------------------------------------------------------------------ what the iterators do
+    # ------------------------------------------------------------------ the iterators
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield names and tensors; the next bucket is gathered from the second tensor of a bucket on.
@@ -321,7 +321,7 @@ class _Session:
         return WeightBucket(data, entries, version=self.version, index=index, num_buckets=len(self.plan.buckets))
 
     def _end(self) -> None:
-        """Leave the ranks in step: a bucket under way arrives, and ranks that go on are told that this one does not."""
+        """End the stream: wait for a gather in flight, and tell ranks that continue that this one does not."""
         refuse_steps(self, None)
         flight, self._flight = self._flight, None
         if flight is not None:
@@ -391,8 +391,8 @@ class _Session:
             )
 
     def _allocate(self, num_bytes: int) -> torch.Tensor:
-        """Return the memory of a bucket: that of an earlier one where nobody else has a tensor in it."""
-        # Where somebody keeps a tensor, the memory is theirs from now on.
+        """Return memory for a bucket: an earlier bucket's if the caller keeps no tensor of it, else new memory."""
+        # If the caller keeps a tensor of a bucket, the bucket's memory belongs to the caller from now on.
         free = [memory for memory in self._spare if _num_uses(memory) == _USES_AT_REST and memory.numel() >= num_bytes]
         self._spare = []
         return free[0] if free else torch.empty(num_bytes, dtype=torch.uint8, device=self._device)

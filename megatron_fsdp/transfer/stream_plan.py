@@ -1,4 +1,4 @@
-"""StreamPlan: which weights travel in which bucket, made on every rank alike, without communication."""
+"""StreamPlan: the weights of each bucket, computed equally on every rank, without communication."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class PlacedPiece:
 
     Attributes:
         offset: of its first byte. entries: of its weights, in order.
-        is_whole: tensor-parallel parts are put together behind the gather, so the gather goes to memory of its own.
+        is_whole: tensor-parallel parts are assembled after the gather, so the gather needs separate memory.
     """
 
     piece: Piece
@@ -34,7 +34,7 @@ class PlacedPiece:
 
     @property
     def is_assembled(self) -> bool:
-        """Whether tensor-parallel parts are put together behind the gather, which then needs memory of its own."""
+        """Return whether tensor-parallel parts are assembled after the gather, which then needs separate memory."""
         return self.piece.split is not None
 
     @property
@@ -50,7 +50,7 @@ class PlacedPiece:
 
 @dataclass(frozen=True, slots=True)
 class PlannedBucket:
-    """One bucket.
+    """A bucket before it is gathered.
 
     Attributes:
         units: the pieces of each unit, which are gathered together. loose: weights that are copied, with their places.
@@ -63,7 +63,7 @@ class PlannedBucket:
 
     @property
     def pieces(self) -> Iterator[PlacedPiece]:
-        """All pieces."""
+        """The pieces of all units in the bucket."""
         return (piece for unit in self.units for piece in unit)
 
     @property
@@ -74,15 +74,15 @@ class PlannedBucket:
 
 @dataclass(frozen=True, slots=True)
 class StreamReport:
-    """What a weight stream will take, of each rank.
+    """The costs of a weight stream on one rank.
 
     Attributes:
-        num_tensors, tensor_bytes: of what the receiver gets.
+        num_tensors, tensor_bytes: of the receiver's tensors.
         num_buckets, largest_bucket_bytes: of the buckets.
-        received_bytes: what this rank receives from others, paddings included.
+        received_bytes: received by this rank from other ranks, including padding.
         num_gathers: collectives of whole units; windows of units larger than a bucket count each.
-        peak_bytes: memory above rest: two buckets, and what ``scratch_bytes`` and ``adapter_bytes`` say.
-        scratch_bytes: to put tensor-parallel parts together. adapter_bytes: of LoRA weights that are merged.
+        peak_bytes: additional memory: two buckets, ``scratch_bytes`` and ``adapter_bytes``.
+        scratch_bytes: to assemble tensor-parallel parts. adapter_bytes: of LoRA weights that are merged.
 
     Example:
         report = weight_stream(model).explain()  # sends nothing
@@ -123,13 +123,13 @@ class StreamReport:
 
 @dataclass(frozen=True, slots=True)
 class StreamPlan:
-    """All buckets of a stream."""
+    """The buckets of a stream, in order."""
 
     buckets: tuple[PlannedBucket, ...]
     report: StreamReport
 
     def lines(self) -> list[str]:
-        """Return what has to be the same on all ranks, one fact each."""
+        """Return the facts that have to be the same on all ranks, one per line."""
         return [
             f"{entry.name}: {entry.dtype} {entry.shape} in bucket {index}"
             for index, bucket in enumerate(self.buckets)
@@ -178,8 +178,8 @@ def plan_stream(
     Args:
         dtype: of floating-point parameters in the buckets; None leaves each in its own. Buffers keep theirs.
         rename: returns a weight's name at the receiver.
-        bucket_bytes: size of a bucket; one tensor that is larger has a bucket of its own.
-        additions: by a weight's name in the model, what is added to it. adapter_bytes: held for these.
+        bucket_bytes: size of a bucket; a larger tensor gets a separate bucket.
+        additions: the addition to each weight, by its name in the model. adapter_bytes: memory needed for these.
     Raises:
         ConfigError: ``bucket_bytes`` is no positive number.
     """

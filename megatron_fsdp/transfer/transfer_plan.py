@@ -1,4 +1,4 @@
-"""TransferPlan: which rank sends which bytes to whom, so that every rank has what another layout gives it.
+"""TransferPlan: the bytes to send between each pair of ranks, so that every rank has its part of another layout.
 
 Pure arithmetic on two layouts: every rank makes the same plan, and nothing is sent. docs/design/transfer.md says how.
 """
@@ -45,13 +45,13 @@ class Messages:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TransferPlan:
-    """What ``plan_transfer`` returns; ``print(plan)`` shows its tables.
+    """The plan of a transfer, made by ``plan_transfer``; ``print(plan)`` shows its tables.
 
     Attributes:
         source, target: the layouts.
-        messages: which bytes go from which rank to which other, sorted by (source, target, start).
+        messages: ranges of bytes with their source and target rank, sorted by (source, target, start).
         kept: the bytes that a rank takes from its own memory, by rank.
-        rounds: the flat space is sent range by range: where each round starts, and where the last one stops.
+        rounds: the flat space is sent range by range: the start of each round, and the end of the last one.
         sent, received: bytes by rank.
         bound: no plan has a smaller maximum of bytes sent by one rank.
         staging: bytes of send and receive buffers that each rank needs, by rank.
@@ -83,7 +83,7 @@ class TransferPlan:
         return tuple(sorted({*self.source.parts, *self.target.parts}))
 
     def bytes_between(self) -> dict[tuple[int, int], int]:
-        """Return the bytes that travel by (source rank, target rank); pairs without any are left out."""
+        """Return the bytes that travel by (source rank, target rank), without pairs of zero bytes."""
         found: dict[tuple[int, int], int] = {}
         rows = zip(
             self.messages.source.tolist(), self.messages.target.tolist(), self.messages.lengths.tolist(), strict=True
@@ -133,11 +133,12 @@ def _more(rows: Sequence[object], noun: str) -> list[str]:
 
 
 def plan_transfer(source: TransferLayout, target: TransferLayout, *, staging_bytes: int = 64 << 20) -> TransferPlan:
-    """Plan which rank sends which bytes of the flat space to whom; nothing is sent, and every rank gets the same plan.
+    """Plan the bytes of the flat space that each rank sends to each other rank. Nothing is sent; all ranks get equal
+    plans.
 
-    Each byte that a rank lacks comes to it once, from one of the ranks that hold it; what a rank holds already stays.
+    Each byte that a rank lacks is sent to it once, by one of the ranks that hold the byte. A rank's own bytes stay.
     Ranks that hold the same bytes share the sending, such that the largest number of bytes that one rank sends is as
-    small as it can be, but for a few bytes of rounding.
+    small as possible, except for a few bytes of rounding.
 
     Args:
         source, target: layouts of one flat space.
@@ -220,7 +221,7 @@ class _Items:
 
 
 def _items(source: TransferLayout, target: TransferLayout, edges: torch.Tensor) -> tuple[_Items, dict[int, Parts]]:
-    """Return what each rank lacks, and what it keeps."""
+    """Return the bytes that each rank lacks, and the bytes that it keeps."""
     segments, targets, kept = [], [], {}
     for rank, parts in target.parts.items():
         needs = _holds(edges, parts)
@@ -263,8 +264,8 @@ def _demand(num_kinds: int, kinds: torch.Tensor, edges: torch.Tensor, items: _It
 def _quotas(holders: Sequence[Sequence[int]], demand: Sequence[int]) -> list[list[int]]:
     """Return how many bytes of each kind each of its holders sends.
 
-    Each kind in turn fills up its least loaded holders. The sum of squares of the loads falls with every change, and
-    has one minimum, at which the largest load is smallest, too.
+    One kind after the other is given to its least loaded holders. The sum of squares of the loads falls with every
+    change. Its only minimum also has the smallest largest load.
     """
     load = {rank: 0 for each in holders for rank in each}
     quotas = [[0] * len(each) for each in holders]
@@ -374,7 +375,7 @@ def _rounds(messages: Messages, num_bytes: int, staging_bytes: int) -> tuple[tup
     """Cut the flat space such that no rank sends and receives more than ``staging_bytes`` in one range.
 
     Returns:
-        Where the ranges start and where the last one stops; and the bytes that each rank stages at most.
+        The starts of the ranges and the end of the last one; and the largest number of bytes that each rank stages.
     """
     ranks = sorted({*messages.source.tolist(), *messages.target.tolist()})
     if not ranks:
@@ -427,6 +428,6 @@ def _place_of(edges: torch.Tensor, total: torch.Tensor, amount: int) -> int:
 
 
 def pieces_of_round(messages: Messages, start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Yield the (start, stop) of what messages have inside of one round, in order; empty ones are left out."""
+    """Yield the (start, stop) of messages inside of one round, in order, without empty ones."""
     first, last = messages.start.clamp(min=start), messages.stop.clamp(max=stop)
     yield from ((a, b) for a, b in zip(first.tolist(), last.tolist(), strict=True) if a < b)

@@ -24,8 +24,8 @@ def weight_version(model: nn.Module) -> int:
     """Return the version of a model's weights: 0 at the first call, and higher after every change of them.
 
     Every step of an optimizer that has parameters of the model adds 1. Other changes of sharded parameters that PyTorch
-    counts (a load, an in-place operator) add 1 together, when the version is asked for next. Changes of buffers of
-    modules, and changes through ``.data``, do not count. Every rank gets the same number if it did the same.
+    counts (a load, an in-place operator) add 1 together, at the next call. Changes of buffers of modules, and changes
+    through ``.data``, do not count. All ranks get the same number if they made the same changes.
 
     Example:
         version = weight_version(model)
@@ -68,7 +68,7 @@ class WeightTracker:
         self._counted, self._version = self._counters(), version
 
     def has_any(self, optimizer: Optimizer) -> bool:
-        """Whether an optimizer has any parameter of the model."""
+        """Return whether an optimizer has any parameter of the model."""
         return any(
             id(parameter) in self.parameters for group in optimizer.param_groups for parameter in group["params"]
         )
@@ -117,7 +117,7 @@ def _count_step(optimizer: Optimizer, *_: object) -> None:
             tracker.num_steps += 1
 
 
-# ---------------------------------------------------------------- no steps while weights are on their way
+# ---------------------------------------------------------------- no steps while a stream is open
 
 _CLOSED_TO_STEPS: weakref.WeakKeyDictionary[object, WeightTracker] = weakref.WeakKeyDictionary()
 

@@ -32,8 +32,8 @@ def weight_layout(
 ) -> TransferLayout:
     """Return which rank of a model has which bytes of its weights, of all ranks; nothing is sent.
 
-    Where a mesh is a slice of a larger one, plain weights are taken to be the same on all slices, as with tensor
-    parallelism. The tensors are those of ``weight_stream(model, dtype=dtype, names=names)``, in its order.
+    If a mesh is a slice of a larger one, plain weights count as equal on all slices, as with tensor parallelism. The
+    tensors are those of ``weight_stream(model, dtype=dtype, names=names)``, in its order.
 
     Raises:
         ConfigError, StateError: as ``weight_stream``.
@@ -75,9 +75,9 @@ def own_weights(model: nn.Module, tensors: Sequence[BucketEntry]) -> list[torch.
     """Return this rank's part of each weight: views where no cast is needed, else copies.
 
     Args:
-        tensors: of ``weight_layout(model)``, which say in which dtypes weights travel.
+        tensors: of ``weight_layout(model)``, with the dtypes to send.
     Raises:
-        TransferError: they are those of another model.
+        TransferError: ``tensors`` belong to another model.
     """
     catalog, found = WeightCatalog.of(model), []
     shapes = [weight.shape for each in catalog.groups for weight in each.weights]

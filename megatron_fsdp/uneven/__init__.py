@@ -1,1 +1,1 @@
-"""Blocks in which the ranks of a job may do different amounts of work."""
+"""Blocks that let the ranks of a job do different amounts of work."""

@@ -26,15 +26,14 @@ _NO_LENGTH = -1
 
 
 class JoinedBatches:
-    """The batches of one rank, and then the last of them again until every rank has had all of its own.
+    """The batches of one rank, followed by repetitions of the last one until every rank has used all of its batches.
 
     ``join`` makes it. Iterate over it once, on every rank.
 
     Attributes:
-        has_data: whether the current batch is this rank's own. False: it is a repetition, whose loss and gradients
-            count for nothing.
-        num_with_data: how many ranks have a batch of their own now.
-        is_last: whether no rank has another batch: what ``microbatch(model, is_last=...)`` needs.
+        has_data: whether the current batch is new. False: it is a repetition, whose loss and gradients do not count.
+        num_with_data: number of ranks with a new batch now.
+        is_last: whether no rank has a further batch: the argument for ``microbatch(model, is_last=...)``.
 
     Example:
         with join(model, batches) as joined:
@@ -52,7 +51,7 @@ class JoinedBatches:
         ]
         self._unit, self._mean_over = self._groups[0].name, mean_over
         self._ranks = mesh_ranks(self._groups[0].spec.mesh)
-        # Inside of another join: whether this rank has data there.
+        # In a nested join: whether this rank has data in the outer one.
         self._outer = _OPEN[-1] if _OPEN else None
         self._batches, self._filler, self._number = batches, filler, 0
         self._lengths: dict[int, int] = {}
@@ -85,7 +84,7 @@ class JoinedBatches:
             yield self._filler
 
     def _exchange_lengths(self, first: object) -> None:
-        """Learn how many batches each rank has; raise where one has none and nothing to repeat."""
+        """Exchange the number of batches of each rank; raise if a rank has none and no filler."""
         try:
             length = len(self._batches)  # type: ignore[arg-type]  # those that have no length raise
         except TypeError:
@@ -93,7 +92,7 @@ class JoinedBatches:
         is_empty = first is _NOTHING
         length = length if self._counts or length == _NO_LENGTH else 0
         can_fill = not is_empty or self._filler is not _NOTHING
-        # Shifted, so that a rank that says nothing adds nothing.
+        # Lengths are sent plus one, because 0 stands for a rank without a length.
         said = self._sum_over_ranks([length - _NO_LENGTH, int(not can_fill)])
         lost = [rank for rank, (_, is_lost) in said.items() if is_lost]
         if lost:
@@ -102,11 +101,11 @@ class JoinedBatches:
                 "join(model, batches, filler=batch) with any batch of the right shape, on every rank"
             )
         lengths = {rank: value + _NO_LENGTH for rank, (value, _) in said.items()}
-        # Without a length on one rank all of them ask before each batch.
+        # If one rank has no length, all ranks ask before each batch.
         self._lengths = {} if _NO_LENGTH in lengths.values() else lengths
 
     def _ranks_with_data(self, following: object) -> list[int]:
-        """Return the ranks that have a batch of their own next."""
+        """Return the ranks that have a further batch."""
         is_own = following is not _NOTHING and self._counts
         if self._lengths:
             me = dist.get_rank() if dist.is_initialized() else 0
@@ -120,7 +119,7 @@ class JoinedBatches:
         return [rank for rank, (has_own,) in self._sum_over_ranks([int(is_own)]).items() if has_own]
 
     def _sum_over_ranks(self, numbers: list[int]) -> dict[int, list[int]]:
-        """Return what each rank says."""
+        """Return one number from each rank."""
         me = dist.get_rank() if dist.is_initialized() else self._ranks[0]
         group = self._groups[0]
         said = torch.zeros(len(self._ranks), len(numbers), dtype=torch.int64, device=group.spec.compute_device)
@@ -133,7 +132,7 @@ class JoinedBatches:
             AgreementError.raise_for(self._unit, f"join() before batch {self._number + 1}", error)
 
     def _weigh(self) -> None:
-        """Let this rank's gradients count as much as they should in the mean."""
+        """Set the weight of this rank's gradients in the mean."""
         weight = 0.0
         if self.has_data:
             weight = len(self._ranks) / self.num_with_data if self._mean_over == "ranks with data" else 1.0
@@ -148,21 +147,21 @@ def join(
     filler: Any = _NOTHING,
     mean_over: MeanOver = "ranks with data",
 ) -> Generator[JoinedBatches, None, None]:
-    """Run the same number of batches on all ranks, where they have different numbers of them.
+    """Run the same number of batches on all ranks, although their data have different lengths.
 
-    A rank whose batches are used up gets its last batch again until all ranks are through. It runs the same code, so
-    every collective has its partner: gathers, reductions, clipping, ``optimizer.step()``, metrics. Its gradients do not
-    count: it takes part with zeros.
+    A rank without further batches gets its last batch again until all ranks have finished. The rank runs the same code,
+    so every collective has its partner: gathers, reductions, clipping, ``optimizer.step()``, metrics. Its gradients do
+    not count: the rank contributes zeros.
 
-    Draw a batch, then run its backward, before the next one is drawn. Buffers that a forward changes (running
-    statistics) see repeated batches, too; ``has_data`` says which those are. Where every rank's ``batches`` has a
-    ``len()``, lengths are exchanged once. Otherwise a small all-reduce, for which the host waits, precedes each batch.
+    Draw a batch, then run its backward, before you draw the next one. Buffers that a forward changes (running
+    statistics) see repeated batches, too; ``has_data`` identifies them. If every rank's ``batches`` has a ``len()``,
+    lengths are exchanged once. Otherwise a small all-reduce precedes each batch, and the host waits for it.
 
     Args:
         model: a sharded model, or several that are trained together.
         batches: this rank's own.
-        filler: what a rank without any batch uses in the place of its last one.
-        mean_over: over which ranks gradients are averaged: those that have a batch of their own now, or all of them.
+        filler: the batch to repeat on a rank without any batch.
+        mean_over: average gradients over the ranks with a new batch now, or over all ranks.
     Raises:
         ConfigError: another ``mean_over``. StateError: no sharded module in ``model``; see ``JoinedBatches`` for more.
 

@@ -28,7 +28,7 @@ __all__ = ["unsharded"]
 
 @dataclass(eq=False)
 class _Block:
-    """A block that is open: the units that it keeps gathered, and whether it keeps changes."""
+    """An open block: the units that it keeps gathered, and whether it keeps changes."""
 
     units: Sequence[Unit]
     writeback: bool
@@ -42,24 +42,24 @@ _BLOCKS: list[_Block] = []
 def unsharded(model: nn.Module, units: Iterable[nn.Module] | None = None, writeback: bool = False) -> Iterator[None]:
     """Keep the weights of a model gathered inside the block: forwards there need no collective.
 
-    Each rank may run as many forwards as it likes, of any units in any order: ``generate()`` that stops earlier on one
-    rank, or validation sets of different lengths. All ranks of the mesh enter and leave the block together. The weights
-    of all units are gathered once, at the beginning, and released at the end. ``explain(model)`` says how many bytes
-    that takes (``all_gathered_bytes``).
+    Each rank may run any number of forwards of any units in any order: ``generate()`` that stops earlier on one rank,
+    or validation sets of different lengths. All ranks of the mesh enter and leave the block together. The weights of
+    all units are gathered once, at the beginning, and released at the end. ``explain(model)`` gives the bytes that this
+    takes (``all_gathered_bytes``).
 
     Inside, ``model.parameters()`` are plain whole tensors. A backward reduces gradients as usual, so ranks have to run
     the same backwards.
 
     Args:
-        units: modules below ``model`` that were given to ``fully_shard``: gather these alone. Forwards of the other
-            units gather as usual, so that all ranks have to run them. None: all units.
-        writeback: keep changes of the weights that all ranks make alike. Elements that did not change keep the
-            precision of their main weights. False: a change is an error when the block ends.
+        units: modules below ``model`` that were given to ``fully_shard``: gather only these. Forwards of the other
+            units gather as usual, so that all ranks have to run them. By default, gather all units.
+        writeback: keep changes of the weights that are equal on all ranks. Unchanged elements keep the precision of
+            their main weights. False: a change is an error when the block ends.
     Raises:
         StateError: ``model`` holds no sharded module; a backward is under way; weights were changed without
             ``writeback``; an optimizer steps these weights, or a method would release them, inside the block.
-        MeshError: ranks gather other units, or changed weights differently. The changes are dropped.
-        AgreementError: another rank raised at the beginning or end (out of memory, for instance), or did not come.
+        MeshError: ranks gather different units, or changed weights differently. The changes are dropped.
+        AgreementError: another rank raised at the beginning or end (out of memory, for instance), or did not arrive.
 
     Example:
         model.eval()
@@ -69,7 +69,7 @@ def unsharded(model: nn.Module, units: Iterable[nn.Module] | None = None, writeb
     chosen = list(units_below(model)) if units is None else [unit_of(module) for module in units]
     chosen = list({id(unit): unit for unit in chosen if unit.groups}.values())
     _check(model, chosen, writeback)
-    # Changes of the others are an outer block's to keep.
+    # Changes of units that an outer block holds are left to that block.
     owned = [unit for unit in chosen if writeback and not unit.num_holds]
     action = f"enters unsharded({type(model).__name__}, writeback={writeback})"
     kept = _gather(chosen, action)
@@ -83,7 +83,7 @@ def unsharded(model: nn.Module, units: Iterable[nn.Module] | None = None, writeb
         _write_back(owned, shards, action)
     except BaseException as error:
         for ranks in _ranks_of(owned) if is_alone else ():
-            # They wait for this one where the block ends.
+            # The other ranks wait for this one at the end of the block.
             report_failure(ranks, f"leaves the block that it {action}", error)
         _let_go(block)
         _drop_changes(owned, shards)
@@ -119,7 +119,7 @@ def _check(model: nn.Module, chosen: Sequence[Unit], writeback: bool) -> None:
 
 
 def _gather(chosen: Sequence[Unit], action: str) -> set[int]:
-    """Gather units once all ranks have the memory for it; return those, by identity, that stay gathered afterwards."""
+    """Gather units after all ranks have allocated memory; return the identities of units that stay gathered."""
     ranks = _ranks_of(chosen)
     kept: set[int] = set()
     allocated: list[tuple[Unit, ParameterGroup]] = []
@@ -130,7 +130,7 @@ def _gather(chosen: Sequence[Unit], action: str) -> set[int]:
             if unit.num_holds or unit.open_call is not None or (unit.weight_state is WeightState.UNSHARDED and shown):
                 kept.add(id(unit))
             for group in unit.groups:
-                # Before any collective, so that a rank without memory keeps no other rank waiting in one.
+                # Allocate before any collective, so that a rank without memory does not block other ranks in one.
                 if not group.rests_whole and not group.gathered.storage.is_allocated:
                     allocated.append((unit, group))
                     group.gathered.storage.reallocate()
@@ -164,7 +164,7 @@ def _ranks_of(units: Iterable[Unit]) -> list[tuple[int, ...]]:
 
 
 def _free(allocated: Iterable[tuple[Unit, ParameterGroup]]) -> None:
-    """Give back the memory of gathered weights that no gather came for."""
+    """Release memory of weights that were allocated but not gathered."""
     for unit, group in allocated:
         if unit.weight_state is WeightState.SHARDED and not group.weights.keeps_gathered:
             group.gathered.storage.release()
@@ -179,14 +179,14 @@ def _hold(block: _Block) -> None:
 
 
 def _let_go(block: _Block) -> None:
-    """Forget a block, however much of it has begun."""
+    """Close a block, even if it was only partly opened."""
     if block in _BLOCKS:
         _BLOCKS.remove(block)
     _follow_blocks(block.units)
 
 
 def _follow_blocks(units: Sequence[Unit]) -> None:
-    """Let units, and optimizers' steps, know which blocks are open."""
+    """Tell units and optimizers' steps which blocks are open."""
     for unit in units:
         around = [block for block in _BLOCKS if unit in block.units]
         unit.num_holds = len(around)
@@ -197,10 +197,10 @@ def _follow_blocks(units: Sequence[Unit]) -> None:
 
 
 def _release(chosen: Sequence[Unit], kept: set[int], *, is_raising: bool = False) -> None:
-    """Release the units that nothing else keeps gathered, all of them; then refuse a change that none may make.
+    """Release all units that no other block keeps gathered; then refuse changes where they are not allowed.
 
     Args:
-        is_raising: another error is on its way, which the caller is to see.
+        is_raising: another error is being raised, which must reach the caller.
     """
     changed: Sequence[torch.Tensor] = ()
     for unit in chosen:
@@ -219,7 +219,7 @@ def _release(chosen: Sequence[Unit], kept: set[int], *, is_raising: bool = False
 
 
 def _forget_changes(group: ParameterGroup) -> None:
-    """Have the gathered weights written again before their next use."""
+    """Mark the gathered weights to be written again before their next use."""
     group.freshness.mark_gathered_changed()
     if group.weights.can_restore_gathered:
         group.fsdp_params.accept_versions()
@@ -240,18 +240,18 @@ def _refuse_step(optimizer: Optimizer) -> None:
 
 
 def _own_shards(chosen: Sequence[Unit]) -> dict[int, torch.Tensor]:
-    """Return copies of what this rank's main weights are in compute dtype, by the identity of the group."""
+    """Return copies of this rank's main weights in the compute dtype, by the identity of the group."""
     return {id(group): _own_shard(group).clone() for unit in chosen for group in unit.groups}
 
 
 def _own_shard(group: ParameterGroup) -> torch.Tensor:
-    """Return the part of the gathered weights that this rank's main weights are."""
+    """Return the part of the gathered weights at the place of this rank's main weights."""
     return group.gathered.slice_view(group.main_weight.placements).local_buffer.detach()
 
 
 @torch.no_grad()
 def _write_back(chosen: Sequence[Unit], shards: dict[int, torch.Tensor], action: str) -> None:
-    """Take changed elements of the gathered weights over into main weights, if all ranks changed them alike."""
+    """Copy changed elements of the gathered weights to main weights, if all ranks changed them equally."""
     for ranks in _ranks_of(chosen):
         lines = [
             f"parameter {name!r} of unit {unit.name!r} with checksum {_checksum(used):x}"
@@ -271,7 +271,7 @@ def _write_back(chosen: Sequence[Unit], shards: dict[int, torch.Tensor], action:
         now, before = _own_shard(group), shards[id(group)]
         values = group.weights.values()
         target = values.local_buffer.detach()
-        # By bits, as a NaN differs from itself.
+        # Compare bits, because a NaN differs from itself.
         is_changed = (now != before) & ~(now.isnan() & before.isnan())
         # Unchanged main weights keep their version, so that a backward of an earlier forward is not refused.
         if group.fsdp_params.changed_in_place() or is_changed.any():
@@ -285,7 +285,7 @@ def _checksum(weight: torch.Tensor) -> int:
 
 
 def _drop_changes(chosen: Sequence[Unit], shards: dict[int, torch.Tensor]) -> None:
-    """Give main weights that share memory with gathered ones their values from before the block."""
+    """Restore main weights that share memory with gathered weights to their values before the block."""
     for group in (group for unit in chosen for group in unit.groups):
         before: Any = shards.get(id(group))
         if before is not None and group.fsdp_params.changed_in_place():
@@ -295,7 +295,7 @@ def _drop_changes(chosen: Sequence[Unit], shards: dict[int, torch.Tensor]) -> No
 
 
 def _are_new(group: ParameterGroup) -> None:
-    """Have the gathered weights made again from the main weights, whatever was done to them."""
+    """Mark the gathered weights as stale, so that they are made again from the main weights."""
     group.freshness.mark_gathered_changed()
     group.freshness.has_changed = True
     group.fsdp_params.accept_versions()

@@ -1,5 +1,6 @@
-"""A device of numbers: training code runs as it is, computes nothing, and tells how long a real machine would take.
+"""A virtual device: training code runs unchanged, computes nothing, and gives the time that a real machine would need.
 
-``python -m benchmarks virtual --models llama3-8b --meshes 8 --tokens 2048 --causes 8`` prints the predicted time of
-forward and backward, the share of it in which compute waits, and what for, for this engine and for FSDP2.
+``python -m benchmarks virtual --models llama3-8b --meshes 8 --tokens 2048 --causes 8`` prints, for this engine and for
+FSDP2, the predicted time of forward and backward, the share of the time that compute waits, and the causes of the
+waits.
 """

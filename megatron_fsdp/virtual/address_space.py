@@ -1,4 +1,4 @@
-"""Memory that is never touched: more of it than the machine has, for tensors of a device of numbers."""
+"""Address space without memory: a virtual device has larger tensors than the machine's memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 
 def empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor over addresses alone: the system promises no pages for them."""
+    """Return a tensor over reserved addresses, for which the system provides no pages."""
     numel = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) if math.prod(shape) else 0
     return _addresses(numel * dtype.itemsize).view(dtype).as_strided(shape, strides)
 

@@ -1,4 +1,4 @@
-"""VirtualDevice: all that stands for a GPU and its job while a training step is recorded."""
+"""VirtualDevice: the stand-in for a GPU and its job while a training step is recorded."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ __all__ = ["VirtualDevice", "virtual_device"]
 
 
 class VirtualDevice:
-    """Records steps of a model that was built on it."""
+    """A recorder of steps of a model that was built on it."""
 
     def __init__(self, collective_calls: int) -> None:
         self.recording = Recording(is_on=False, collective_calls=collective_calls)
         self._units: dict[int, str] = {}
 
     def record(self, step: Callable[[], object], warmup: int = 2) -> Recording:
-        """Return what a step asks of the device, after so many steps that are not noted."""
+        """Return the recording of one step, after ``warmup`` steps that are not recorded."""
         for _ in range(warmup):
             step()
         self.recording.items.clear()
@@ -35,7 +35,7 @@ class VirtualDevice:
         return self.recording
 
     def hear(self, action: str, subject: Any) -> None:
-        """Note which unit the model is busy with, and what a lane's work is for."""
+        """Record the model's current unit, and the purpose of a lane's work."""
         if action in ("use", "gather", "reduce", "closed"):
             self._units[id(subject)] = subject.name
         if action == "use":
@@ -51,11 +51,11 @@ class VirtualDevice:
             self.recording.labels[self.recording.current().name] = f"{what} of {name}"
 
     def launch(self, kernel: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-        """Note one of this library's kernels: what it is given is read or written once."""
+        """Record a kernel of this library, which reads or writes each of its tensors once."""
         num_bytes = sum(tensor.nbytes for tensor in tensors_in(arguments))
         name = kernel.__name__
         if name == "pack_kernel":
-            # Its one tensor is the table of what it moves, which is read, and written.
+            # The only tensor is the table of copies; each copied byte is read and written.
             num_bytes = 2 * sum(arguments[0][-3::-4].tolist())
         self.recording.work(Work(name, "memory", 0, num_bytes, label=self.recording.label()))
 
@@ -71,7 +71,7 @@ def virtual_device(
 ) -> Iterator[VirtualDevice]:
     """Make this thread one rank of a job on virtual devices while the block runs; models are made inside of it.
 
-    Tensors are CPU tensors whose large operators are not computed: values mean nothing.
+    Tensors are CPU tensors whose large operators are not computed, so their values are meaningless.
 
     Args:
         has_streams: it stands for a GPU. False: for a CPU, which does everything itself, one after the other, as it

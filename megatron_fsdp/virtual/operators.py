@@ -1,7 +1,7 @@
-"""Operators that are not computed: memory of the right shape, and a note of what the work would be.
+"""Operators without computation: results of the right shape, and a record of the work.
 
-Tensors are real ones in CPU memory that nobody touches, which the system gives no pages for; so storages, views and
-addresses are as always, and code cannot tell. Small tensors, such as tables and counters, have their values.
+Large tensors are real CPU tensors in reserved address space without pages, so storages, views and addresses behave as
+usual. Small tensors, such as tables and counters, have real values.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ _COLLECTIVES = {
     )
     for name in names.split()
 }
-# They read as many rows as they return, not all.
+# Lookups read only the rows that they return.
 _LOOK_UPS = {"embedding", "index", "gather", "index_select"}
-# They are given what they write to, and do not read it.
+# Operators that only write their first argument.
 _OVERWRITE = {"copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_", "normal_", "uniform_"}
 _META = torch.device("meta")
 
 
 @dataclass(frozen=True, slots=True)
 class _Operator:
-    """An operator as its schema describes it: ``is_free`` of work, and to which arguments it writes."""
+    """An operator as its schema describes it: whether it is free of work, and the arguments that it writes."""
 
     name: str
     is_free: bool
@@ -85,10 +85,10 @@ class _Operator:
 
 
 class Operators(TorchDispatchMode):
-    """Note what each operator would do, and compute small ones alone.
+    """The dispatch mode that records the work of each operator, and computes only small ones.
 
     Args:
-        parts: functions that stand for operators made of others, which are noted in their place.
+        parts: functions that replace composite operators; the operators they call are recorded instead.
     """
 
     def __init__(self, recording: Recording, parts: Mapping[Any, Callable[..., Any]] | None = None) -> None:
@@ -100,14 +100,14 @@ class Operators(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # Nothing is compiled here, and to say so to Dynamo takes as long as to note an operator.
+        # Nothing is compiled here, and declaring that to Dynamo takes as long as recording an operator.
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run, or pretend to run, one operator."""
+        """Run one operator, or only record it."""
         kwargs = kwargs or {}
         if any(each not in _PLAIN for each in types):
-            # DTensor asks fake tensors for shapes; what itself does to plain tensors comes here.
+            # DTensor computes shapes with fake tensors; its operators on local tensors arrive here.
             is_fake = any(issubclass(each, FakeTensor) for each in types)
             return func(*args, **kwargs) if is_fake else NotImplemented
         if func.namespace == "c10d":
@@ -126,7 +126,7 @@ class Operators(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _collective(self, func: Any, args: Any) -> Any:
-        """Note a collective, which is over at once."""
+        """Record a collective, which completes at once."""
         kind, position = _COLLECTIVES.get(func._schema.name.partition("::")[2], ("", 0))
         group = next(dist.ProcessGroup.unbox(each) for each in args if isinstance(each, torch.ScriptObject))
         if group.size() > 1 and kind:
@@ -140,7 +140,7 @@ class Operators(TorchDispatchMode):
     def _pretend(self, func: Any, operator: _Operator, args: Any, kwargs: Any) -> Any:
         recording = self._recording
         if operator.name == "_local_scalar_dense":
-            # The host reads a value, so it waits for what made that.
+            # The host reads a value, so it waits for the stream that computed it.
             recording.current().synchronize()
             return func(*args, **kwargs)
         inputs = tensors_in((args, [each for name, each in kwargs.items() if name not in operator.written_names]))
@@ -196,18 +196,18 @@ def _allocate(spec: _Spec | None) -> torch.Tensor | None:
     if math.prod(shape) * dtype.itemsize >= LARGE:
         return address_space.empty(shape, strides, dtype)
     made = torch.empty_strided(shape, strides, dtype=dtype)
-    # What is small may be computed with.
+    # Small tensors may be used in real computations.
     return made.zero_() if made.numel() <= _SMALL else made
 
 
 def _is_large(args: Any) -> bool:
-    """Whether what an operator is asked to make may be large: of a shape, or like a tensor."""
+    """Return whether the result of an operator may be large, from a given shape or a similar tensor."""
     shape = next((each for each in reversed(args) if isinstance(each, list | tuple | torch.Size)), None)
     return (math.prod(shape) if shape is not None else args[0].numel()) >= LARGE // 8
 
 
 def _is_meta(args: Any, kwargs: Any) -> bool:
-    """Whether what an operator is asked to make has no memory anyway: that of fake tensors."""
+    """Return whether the result of an operator has no memory in any case: meta and fake tensors."""
     if active_fake_mode() is not None:
         return True
     device = kwargs.get("device")
@@ -244,7 +244,7 @@ def _to_meta(value: Any) -> Any:
 
 
 def _bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes that reading it moves: those of expanded dims once."""
+    """Return the bytes that a read of the tensor moves; expanded dims count once."""
     strides = tensor.stride()
     return math.prod(size for size, stride in zip(tensor.shape, strides, strict=True) if stride) * tensor.itemsize
 

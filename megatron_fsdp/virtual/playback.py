@@ -1,10 +1,10 @@
-"""Playback: when everything of a recording would happen on a machine, and what waits for what.
+"""Playback: the times of a recording's work and waits on a machine.
 
-A discrete-event simulation. The host issues items in order and each takes it a moment; a stream does its items one
-after another, none before it was issued. What runs at once on one link, or on the one device, shares it: collectives
-share a link in equal parts, as communicators do, and kernels share the part of the device that collectives leave to
-them. Of kernels those of the highest stream priority run and the others stand still, as blocks of a device are given
-out by priority. Sharing is the careful assumption: a copy beside a product costs the product the copy's whole time.
+A discrete-event simulation. The host issues items in order, and each issue takes some time. A stream runs its items one
+after another, none before its issue. Work that runs at the same time shares a link or the device: collectives share a
+link in equal parts, as communicators do, and kernels share the part of the device that collectives leave. Only kernels
+of the highest stream priority run, because a device schedules blocks by priority. Sharing is the conservative
+assumption: a copy that runs during a product delays the product by the copy's whole time.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ DEVICE = "device"
 SHARING = "what shares the device with it"
 """The cause in ``Playback.exposed`` for kernels that took longer than alone."""
 
-# Seconds below which a difference is one of rounding.
+# Smaller differences, in seconds, are rounding errors.
 _NOTHING = 1e-12
 
 
 class Speeds(Protocol):
-    """What ``play`` asks of a machine."""
+    """The speeds of a machine that ``play`` needs."""
 
     @property
     def call(self) -> float:
@@ -45,21 +45,21 @@ class Speeds(Protocol):
         """Seconds from the host's call to the kernel's start."""
 
     def seconds(self, work: Work) -> float:
-        """Return how long work takes that has the device, or its link, to itself."""
+        """Return the seconds that work takes if it has the device, or its link, alone."""
 
     def link(self, work: Work) -> str:
-        """Return the name of what work shares with other work of that name: a collective's link, or a kernel's device.
+        """Return the name of the resource that work shares: a collective's link, or a kernel's device.
 
-        Empty for work that shares nothing.
+        An empty name is for work that shares nothing.
         """
 
     def occupied(self, work: Work) -> float:
-        """Return the part of the device, 0 to 1, that a collective takes from kernels while it is under way."""
+        """Return the part of the device, 0 to 1, that a collective takes from kernels while it runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One piece of work in time: ``start`` and ``end`` in seconds."""
+    """A piece of work with its ``start`` and ``end`` in seconds."""
 
     stream: str
     work: Work
@@ -70,7 +70,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """A wait of a stream for work of another one: ``cause`` is what that was for."""
+    """A wait of a stream for another stream's work; ``cause`` is the purpose of that work."""
 
     stream: str
     unit: str
@@ -81,7 +81,7 @@ class Stall:
 
 @dataclass(frozen=True, slots=True)
 class Playback:
-    """What a recording takes on a machine.
+    """The times of a recording on a machine.
 
     Attributes:
         seconds: from the first call of the host until all streams are through.
@@ -94,20 +94,20 @@ class Playback:
     stalls: tuple[Stall, ...] = field(repr=False)
 
     def busy(self, stream: str = "compute") -> float:
-        """Return the seconds of a stream's kernels, each as long as it takes alone; collectives are no work."""
+        """Return the seconds of a stream's kernels, each as if it ran alone, without collectives."""
         return sum(self.machine.seconds(run.work) for run in self.runs if run.stream == stream and not run.work.ranks)
 
     def slowed(self, stream: str = "compute") -> float:
-        """Return by how many seconds a stream's kernels took longer than alone, as they shared the device."""
+        """Return how many seconds longer a stream's kernels took than alone, because they shared the device."""
         kernels = [run for run in self.runs if run.stream == stream and not run.work.ranks]
         return sum(run.end - run.start - self.machine.seconds(run.work) for run in kernels)
 
     def waiting(self) -> float:
-        """Return the seconds that compute loses to communication, at the ends too: it waits, or shares the device."""
+        """Return the seconds that compute loses to communication, at the ends too, by waiting or sharing the device."""
         return self.seconds - self.busy()
 
     def exposed(self) -> dict[tuple[str, str], float]:
-        """Return the seconds that compute loses, by the unit that it is in and by what they are lost to, most first."""
+        """Return the seconds that compute waits, by compute's unit and the cause of the wait, longest first."""
         found: dict[tuple[str, str], float] = {}
         for stall in self.stalls:
             if stall.stream == "compute":
@@ -125,7 +125,7 @@ class Playback:
 
 @dataclass(slots=True)
 class _Queue:
-    """A stream's items that are still to come, with when they were issued, and how far it is."""
+    """A stream's remaining items with the times of their issue, and the time that the stream has reached."""
 
     name: str
     items: deque[tuple[Item, float]] = field(default_factory=deque)
@@ -136,11 +136,11 @@ class _Queue:
 
 @dataclass(slots=True)
 class _Shared:
-    """Work under way that shares a link or the device, by what is left of each in seconds alone.
+    """Current work that shares a link or the device, with the remaining seconds of each piece when it runs alone.
 
     Attributes:
-        priority: of each work's stream; less comes first. version: goes up with each change.
-        free: the part that is there to be shared, 0 to 1.
+        priority: of each work's stream; less comes first. version: increases with each change.
+        free: the available part of the link or device, 0 to 1.
     """
 
     left: dict[int, float] = field(default_factory=dict)
@@ -150,12 +150,12 @@ class _Shared:
     free: float = 1.0
 
     def running(self) -> list[int]:
-        """Return the work that goes on now: that of the first priority. The other stands still."""
+        """Return the work that runs now: that of the highest priority. Other work stands still."""
         first = min(self.priority.values(), default=0)
         return [key for key, priority in self.priority.items() if priority == first]
 
     def advance(self, now: float) -> None:
-        """Let the running work go on until now, in equal parts."""
+        """Advance the running work to a time, in equal parts."""
         running = self.running()
         for key in running:
             self.left[key] -= (now - self.time) * self.free / len(running)
@@ -169,7 +169,7 @@ class _Shared:
         del self.left[key], self.priority[key]
 
     def next_end(self) -> tuple[float, int] | None:
-        """Return when the next work ends, if nothing changes before, and which; None where there is none."""
+        """Return the time and key of the next work to end if nothing changes before; None without work."""
         running = self.running()
         if not running:
             return None
@@ -182,11 +182,11 @@ class _Player:
         self._items, self._machine = items, machine
         self._host, self._position = 0.0, 0
         self._queues: dict[Stream, _Queue] = {}
-        # When each point is passed, and what ended there; one from before the recording is over.
+        # The time of each point, and the work that ended there; points before the recording have passed.
         self._to_come = {item.point for item in items if item.is_record}
         self._passed: dict[object, tuple[float, str]] = {}
         self._shared: dict[str, _Shared] = {}
-        # The part of the device that each collective under way takes.
+        # The part of the device that each running collective takes.
         self._occupied: dict[int, float] = {}
         self._moments: list[tuple[float, int, str, int]] = []
         self._under_way: dict[int, tuple[_Queue, Item, Work, float]] = {}
@@ -208,7 +208,7 @@ class _Player:
         return Playback(self._machine, seconds, tuple(self.runs), tuple(self.stalls))
 
     def _issue(self) -> bool:
-        """Let the host go on as far as it can."""
+        """Advance the host as far as possible."""
         before = self._position
         while self._position < len(self._items):
             item = self._items[self._position]
@@ -232,7 +232,7 @@ class _Player:
         return item.calls * self._machine.call
 
     def _when(self, waiter: str, item: Item, now: float) -> float | None:
-        """Return when a point is passed, at the earliest now, and note the wait; None where that is not known yet."""
+        """Return the time of a point, at the earliest now, and record the wait; None if the time is not known yet."""
         passed, cause = self._passed.get(item.point, (now, ""))
         if item.point in self._to_come and item.point not in self._passed:
             return None
@@ -241,7 +241,7 @@ class _Player:
         return max(passed, now)
 
     def _drain(self, queue: _Queue) -> bool:
-        """Let a stream go on as far as it can."""
+        """Advance a stream as far as possible."""
         moved = False
         while queue.items and not queue.is_busy:
             item, issued = queue.items[0]
@@ -253,7 +253,7 @@ class _Player:
                 passed = self._when(queue.name, item, max(queue.time, issued))
                 if passed is None:
                     break
-                # Issuing a wait for what is over takes no time of the stream's.
+                # A wait for finished work takes no time on the stream.
                 queue.time = passed if passed > max(queue.time, issued) else queue.time
             queue.items.popleft()
             moved = True
@@ -280,7 +280,7 @@ class _Player:
         return found
 
     def _next_moment(self) -> None:
-        """Go to when the next work that shares something begins or ends."""
+        """Advance to the next start or end of work that shares a resource."""
         now, key, what, version = heapq.heappop(self._moments)
         if key not in self._under_way:
             return
@@ -306,7 +306,7 @@ class _Player:
             heapq.heappush(self._moments, (*found, "end", shared.version))
 
     def _occupy(self, key: int, part: float, now: float) -> None:
-        """Let a collective take a part of the device from now on; 0 gives it back."""
+        """Give a collective a part of the device from now on; 0 takes it back."""
         if part:
             self._occupied[key] = part
         elif self._occupied.pop(key, None) is None:

@@ -1,4 +1,4 @@
-"""A world of process groups of which this thread is the only rank, and which move nothing: ``Operators`` notes them."""
+"""Process groups of a virtual world: one rank per thread, no data moves, and ``Operators`` records collectives."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from torch._C._distributed_c10d import HashStore, Store  # torch.distributed has
 __all__ = ["virtual_world"]
 
 c10d: Any = dist.distributed_c10d
-# torch's stubs overload every method of it by types that differ between versions.
+# torch's stubs overload every method with types that differ between versions.
 _ProcessGroup: Any = dist.ProcessGroup
 _FIRST_NAMES = itertools.count(10**6, 10**6)
 
 
 class _Group(_ProcessGroup):  # type: ignore[misc]  # of Any
-    """A group without a backend: its collectives are operators to a dispatch mode, and nothing beyond.
+    """A group without a backend: a dispatch mode sees its collectives as operators, and nothing else happens.
 
     Attributes:
         prefix: of the names of groups that the engine makes.
@@ -31,10 +31,10 @@ class _Group(_ProcessGroup):  # type: ignore[misc]  # of Any
     prefix = "virtual "
 
     def __init__(self, rank: int, size: int) -> None:
-        # The one of its constructors that makes an object whose methods C++ looks up in Python.
+        # Only this constructor makes an object whose methods C++ looks up in Python.
         super().__init__(rank, size)
         self._rank, self._size = rank, size
-        # The base class keeps them only where a C++ backend does.
+        # The base class keeps these only with a C++ backend.
         self._names = {"name": "", "description": ""}
 
     def rank(self) -> int:
@@ -60,12 +60,12 @@ class _Group(_ProcessGroup):  # type: ignore[misc]  # of Any
 
 
 class _World(c10d._World):  # type: ignore[misc]  # of Any
-    """What torch.distributed knows of groups, for this thread alone: others go on with the job's own."""
+    """torch.distributed's registry of groups for this thread alone; other threads keep the job's own."""
 
     def __init__(self, job: Any) -> None:
         super().__init__()
         self._job, self._thread = job, threading.get_ident()
-        # Names of groups are the process's.
+        # Names of groups are unique in the process.
         self._own: dict[str, Any] = {"group_count": next(_FIRST_NAMES), "default_pg": None}
         for name in ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag"):
             self._own[name] = {}
@@ -100,7 +100,7 @@ for _name in (
 def virtual_world(num_ranks: int, rank: int = 0) -> Iterator[None]:
     """Make this thread one rank of a world as long as the block runs.
 
-    The process may be a rank of a job meanwhile, whose groups nobody touches.
+    The process may at the same time be a rank of a real job, whose groups stay untouched.
     """
     job, number, hook = c10d._world, dist.get_rank() if dist.is_initialized() else -1, sys.excepthook
     world = c10d._world = _World(job)

@@ -1,4 +1,4 @@
-"""What code asks of a device, in the order in which the host asks it: work on streams, waits, and the host's own time.
+"""Recording: work on streams, waits, and the host's own calls, in the host's order of issue.
 
 A recording knows sizes and no speeds, so one run serves for any machine (``playback``).
 """
@@ -19,15 +19,15 @@ __all__ = ["Event", "Item", "Recording", "Stream", "Work"]
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What one kernel or collective does.
+    """The work of one kernel or collective.
 
     Attributes:
-        name: of the operator. kind: what bounds it: "product" (arithmetic), "memory", or a collective's own.
-        flops: floating-point operations. num_bytes: read and written; of a collective those of
-            the full side, as ``dbuffer.CollectiveCall`` counts them.
-        dtype: of the factors of a product. least: of a product the least of its three sizes.
-        ranks: of a collective, those that take part. axis: over which, where the engine told that.
-        label: what it is for, such as "gather of layers.3".
+        name: of the operator. kind: its bound: "product" (arithmetic), "memory", or the collective's kind.
+        flops: floating-point operations. num_bytes: bytes read and written; for a collective, bytes of the full
+            side, as ``dbuffer.CollectiveCall`` counts them.
+        dtype: of the factors of a product. least: the smallest of a product's three sizes.
+        ranks: of a collective, its ranks. axis: its mesh axis, if the engine reported it.
+        label: its purpose, such as "gather of layers.3".
     """
 
     name: str
@@ -43,11 +43,11 @@ class Work:
 
 @dataclass(slots=True)
 class Item:
-    """One thing the host does: puts work on a stream, makes a stream wait, or waits itself.
+    """One action of the host: put work on a stream, make a stream wait, or wait itself.
 
     Attributes:
-        stream: None for what is the host's alone. point: that the stream is at (``is_record``), or waited for.
-        calls: how many calls into the device's library it is. unit: that the model is busy with.
+        stream: None for an action of the host alone. point: the point that is recorded (``is_record``) or waited for.
+        calls: number of calls into the device's library. unit: the model's current unit.
     """
 
     stream: Stream | None
@@ -60,23 +60,23 @@ class Item:
 
 @dataclass(eq=False, slots=True)
 class Stream:
-    """A stream as lanes and FSDP2 use one."""
+    """A stream with the methods that lanes and FSDP2 use."""
 
     name: str
     recording: Recording
     priority: int = 0
 
     def wait_event(self, event: Event) -> None:
-        """Let what comes next here come after the event."""
+        """Order this stream's next work after the event."""
         self.follow(event)
 
     def follow(self, event: Event) -> None:
-        """Do what ``wait_event`` does, which is CUDA's name for it."""
+        """Wait for an event, under the name that lanes use."""
         if event.point is not None:
             self.recording.add(Item(self, point=event.point))
 
     def wait_stream(self, stream: Stream) -> None:
-        """Let what comes next here come after all that the stream holds."""
+        """Order this stream's next work after all work in ``stream``."""
         self.follow(Event(self.recording).record(stream))
 
     def record_event(self, event: Event | None = None) -> Event:
@@ -90,13 +90,13 @@ class Stream:
 
 @dataclass(eq=False, slots=True)
 class Event:
-    """A point in a stream; each record makes it another point, None before the first."""
+    """A point in a stream: a new one for each record, and None before the first."""
 
     recording: Recording
     point: object = None
 
     def record(self, stream: Stream | None = None) -> Event:
-        """Be the point up to which the stream, or the current one, has come; return itself, as torch.Event may."""
+        """Set the event to the end of the stream, or of the current one; return the event, as torch.Event may."""
         self.point = object()
         self.recording.add(Item(stream or self.recording.current(), point=self.point, is_record=True))
         return self
@@ -107,23 +107,23 @@ class Event:
             self.recording.add(Item(None, point=self.point))
 
     def wait(self, stream: Stream | None = None) -> None:
-        """Let a stream, or the current one, wait."""
+        """Make a stream, or the current one, wait for the event."""
         (stream or self.recording.current()).follow(self)
 
     def query(self) -> bool:
-        """Tell that it has passed."""
+        """Return True: a recording has no time in which work is unfinished."""
         return True
 
 
 @dataclass(eq=False)
 class Recording:
-    """Streams for ``drive_with``, and what was asked of them.
+    """Streams for ``drive_with``, and the record of calls to them.
 
     Attributes:
-        items: in host order. compute: the stream that is current at first. streams: all of them.
-        unit: that the model is busy with. axis: of the collective that comes next.
-        labels: what the collectives of a stream are for, by the stream's name.
-        is_on: whether anything is noted. collective_calls: the host's time around a collective, in calls.
+        items: in host order. compute: the initial current stream. streams: all streams.
+        unit: the model's current unit. axis: the mesh axis of the next collective.
+        labels: the purpose of a stream's current collectives, by the stream's name.
+        is_on: whether calls are recorded. collective_calls: host time of a collective's issue, in calls.
     """
 
     items: list[Item] = field(default_factory=list)
@@ -140,28 +140,28 @@ class Recording:
         self._on_host = 0
 
     def add(self, item: Item) -> None:
-        """Note one thing."""
+        """Append an item if recording is on."""
         if self.is_on:
             item.unit = self.unit
             self.items.append(item)
 
     def work(self, work: Work, calls: int = 1) -> None:
-        """Note work on the current stream, or on the host where that does what follows."""
+        """Record work on the current stream, or on the host inside ``on_host``."""
         if work.num_bytes or work.flops:
             self.add(Item(None if self._on_host else self._current[-1], work, calls=calls))
 
     def label(self) -> str:
-        """Return what the current stream's work is for."""
+        """Return the purpose of the current stream's work."""
         return self.labels.get(self._current[-1].name, "")
 
     def host(self, num_calls: int) -> None:
-        """Note calls that put nothing on a stream."""
+        """Record calls that put no work on a stream."""
         self.add(Item(None, calls=num_calls))
 
     # ------------------------------------------------------------------ what lanes ask
 
     def new(self, device: Any = None, name: str = "") -> Stream:
-        """Return a new stream, of the priority that lanes have on CUDA."""
+        """Return a new stream with the priority that lanes have on CUDA."""
         priority = 0 if is_off("priority") else -1
         self.streams.append(Stream(f"{name} lane" if name else f"stream {len(self.streams)}", self, priority))
         return self.streams[-1]
@@ -171,7 +171,7 @@ class Recording:
         return self._current[-1]
 
     def current_id(self, device: Any = None) -> int:
-        """Return a number for it."""
+        """Return an identifier of the current stream."""
         return id(self._current[-1])
 
     @contextlib.contextmanager
@@ -185,7 +185,7 @@ class Recording:
 
     @contextlib.contextmanager
     def on_host(self) -> Iterator[None]:
-        """Let all operators run on the host while the block runs."""
+        """Run all operators on the host while the block runs."""
         self._on_host += 1
         try:
             yield

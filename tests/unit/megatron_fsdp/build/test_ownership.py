@@ -129,5 +129,5 @@ def test_parameters_are_cut_by_the_given_granularity(
 
 @pytest.mark.parametrize("shape", [(7, 3), (7, 3, 5), (2, 3, 4, 5)])
 def test_a_cut_inside_a_row_is_refused_with_the_finest_legal_one(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ConfigError, match=r"Element\(\).*the finest here is Row\(\)"):
+    with pytest.raises(ConfigError, match=r"Element\(\).*fix: granularity=Row\(\)"):
         asked(shape, Element())
