@@ -81,7 +81,7 @@ def _update_requires_grad(root: Root) -> None:
 # ---------------------------------------------------------------- backward ends
 
 
-def final_callback(root: Root) -> None:
+def final_callback(root: Root) -> None:  # noqa: C901  # in order of time
     """Reduce the remaining units, wait for all reductions, and show the gradients in ``.grad``.
 
     Called outside of any backward, it completes the gradients that earlier backwards left unreduced.
@@ -103,7 +103,12 @@ def final_callback(root: Root) -> None:
         _reduce_kept(units)
         drain(root, 0)
         settle_host_writes()
-        _finalize(root, units)
+        try:
+            _finalize(root, units)
+        except BaseException:
+            if not is_inside:
+                _void_sums(root)
+            raise
     # 3. Sums that are not final refuse to be read: ``.grad`` shows a ``PendingGradient``.
     for buffer in _buffers(root):
         if buffer.binding.sum is not None:
@@ -226,6 +231,17 @@ def _raised(root: weakref.ref[Root], ending: weakref.ref[functools.partial[None]
         for buffer in _buffers(found):
             buffer.void(found.backward.number)
         found.backward.has_sums = True
+
+
+def _void_sums(root: Root) -> None:
+    """Make ``.grad`` of units whose gradients are not shown refuse to be read: a hook of another parameter raised.
+
+    Outside of any backward, where ``finalize_backward`` completes gradients: ``_raised`` does so for a backward.
+    """
+    for buffer in _buffers(root):
+        if buffer.binding.sum is not None:
+            buffer.binding.void()
+    root.backward.has_sums, root.backward.is_unfinished = True, False
 
 
 def recover(root: Root) -> None:
