@@ -137,7 +137,11 @@ def complete_gradients(root: Root) -> None:
         tell("finish", root)
     recover(root)
     _discard_dropped_sums(root)
-    _complete(root, root.units())
+    try:
+        _complete(root, root.units())
+    except BaseException:
+        _mark_incomplete(root)
+        raise
     _show_pending(root)
     _end(root)
     for hook in root.hooks:
@@ -260,6 +264,17 @@ def _raised(root: weakref.ref[Root], ending: weakref.ref[functools.partial[None]
         for buffer in _buffers(found):
             buffer.mark_incomplete(found.backward.number)
         found.backward.has_sums = True
+
+
+def _mark_incomplete(root: Root) -> None:
+    """Make ``.grad`` of units whose gradients are not shown refuse to be read: ``complete_gradients`` has raised.
+
+    For example in a post-accumulate-grad hook of another parameter. ``_raised`` does the same for a backward.
+    """
+    for buffer in _buffers(root):
+        if buffer.binding.sum is not None:
+            buffer.binding.mark_incomplete()
+    root.backward.has_sums, root.backward.is_unfinished = True, False
 
 
 def recover(root: Root) -> None:

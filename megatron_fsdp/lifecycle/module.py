@@ -25,6 +25,7 @@ from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.lifecycle.make_param_group import follow_gradients, set_divisor, set_reduction
 from megatron_fsdp.lifecycle.param_changes import (
     InnerApply,
+    KeptParametrizations,
     apply_to_group,
     before_load_state_dict,
     before_state_dict,
@@ -525,30 +526,13 @@ def unit_of(module: object) -> Unit:
     return unit
 
 
-class _KeepsParametrizations(type):
-    """The class of a sharded module class: PyTorch removes a parametrization by deleting its property of the class.
-
-    ``torch.nn.utils.parametrize.remove_parametrizations`` would look for the property in ``FSDP<Class>``, which
-    inherits it, and would give the module a base of that class.
-    """
-
-    def __delattr__(cls, name: str) -> None:
-        if any(isinstance(vars(base).get(name), property) for base in cls.__mro__[1:]):
-            raise StateError(
-                f"{cls.__name__}: the parametrization of {name!r} cannot be removed after fully_shard. fix: call "
-                f"torch.nn.utils.parametrize.remove_parametrizations(module, {name!r}) before fully_shard"
-            )
-        super().__delattr__(name)
-
-
 @functools.cache
-def _sharded_class(cls: type[nn.Module], *, is_parametrized: bool) -> type[nn.Module]:
+def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
     """Return the class ``FSDP<Class>`` of a module class, the same one each time."""
     members: dict[str, Any] = {"__module__": cls.__module__}
     if callable(save := getattr(cls, "save_pretrained", None)):
         members["save_pretrained"] = _save_of_whole_weights(save)
-    kind = _KeepsParametrizations if is_parametrized and type(cls) is type else type
-    return kind(f"FSDP{cls.__name__}", (FSDPModule, cls), members)
+    return type(f"FSDP{cls.__name__}", (FSDPModule, cls), members)
 
 
 def _save_of_whole_weights(save: Callable[..., Any]) -> Callable[..., Any]:
@@ -573,8 +557,10 @@ def convert(modules: Sequence[nn.Module], unit: Unit) -> None:
         group.fsdp_params.module_infos.register()
     watch_inner_modules(modules, unit)
     for module in modules:
-        is_parametrized = parametrize.is_parametrized(module)
-        module.__class__ = _sharded_class(type(module), is_parametrized=is_parametrized)  # type: ignore[arg-type]  # classes are hashable
+        for below in module.modules():
+            if parametrize.is_parametrized(below):
+                below.parametrizations.__class__ = KeptParametrizations
+        module.__class__ = _sharded_class(type(module))  # type: ignore[arg-type]  # classes are hashable
         module._fsdp_unit = unit  # type: ignore[assignment]  # not a submodule or tensor: lands in the instance dictionary
         # PyTorch's composable replicate() leaves out modules that this registry names, as it does those of FSDP2.
         module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()

@@ -16,14 +16,16 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import parametrize
 
 from dbuffer import FlatDTensor
 from megatron_fsdp.build.ownership import owner_words
 from megatron_fsdp.engine.hooks import StepHooks
 from megatron_fsdp.engine.param_group import ParameterGroup, group_of_parameter
-from megatron_fsdp.engine.params import is_laid_out_like, laid_out
+from megatron_fsdp.engine.params import handle_of, is_laid_out_like, laid_out
 from megatron_fsdp.engine.streams import wait_for_host_reads
 from megatron_fsdp.engine.unit import Call, Unit, units_below
+from megatron_fsdp.engine.unsharded_param import UnshardedParam
 from megatron_fsdp.errors import CheckpointError, StateError
 from megatron_fsdp.lifecycle.make_param_group import (
     follow_requires_grad,
@@ -35,8 +37,8 @@ from megatron_fsdp.lifecycle.make_param_group import (
 from megatron_fsdp.lifecycle.unwritten_buffers import allocate_buffers
 
 __all__ = [
-    "InnerApply", "ParamChanges", "apply_to_group", "before_load_state_dict", "before_state_dict",
-    "refuse_sharded_save",
+    "InnerApply", "KeptParametrizations", "ParamChanges", "apply_to_group", "before_load_state_dict",
+    "before_state_dict", "refuse_sharded_save",
 ]  # fmt: skip
 
 # ---------------------------------------------------------------- conversion
@@ -187,6 +189,38 @@ def _convert(group: ParameterGroup, dtype: torch.dtype, *, is_awaited: bool) -> 
 
 
 # ---------------------------------------------------------------- replacement
+
+
+class KeptParametrizations(nn.ModuleDict):
+    """``module.parametrizations`` of a module with sharded originals, which raises when PyTorch would remove one.
+
+    ``remove_parametrizations`` begins with ``name in module.parametrizations``. Later it is too late: it swaps the
+    original for its result, deletes the property, and registers a parameter that belongs to no unit.
+    """
+
+    def __contains__(self, name: str) -> bool:
+        found = super().__contains__(name)
+        # The caller is parametrize.is_parametrized, whose caller is the function that the user called.
+        called: types.FrameType | None = sys._getframe(1).f_back
+        if found and called is not None and called.f_code is parametrize.remove_parametrizations.__code__:
+            self._refuse_removal(called.f_locals["module"], name)
+        return found
+
+    def _refuse_removal(self, module: nn.Module, name: str) -> None:
+        originals = list(self[name].parameters(recurse=False))
+        gathered = [handle_of(original).words for original in originals if isinstance(original, UnshardedParam)]
+        found = [*gathered, *filter(None, map(owner_words, originals))]
+        # fully_shard changed the module's class to an heir, in which PyTorch would look for the property of a buffer.
+        if not found and name not in vars(type(module)):
+            found = [type(module).__name__]
+        if found:
+            raise StateError(
+                f"{found[0]}: the parametrization of {name!r} cannot be removed after fully_shard. fix: call "
+                f"torch.nn.utils.parametrize.remove_parametrizations(module, {name!r}) before fully_shard"
+            )
+
+    def _get_name(self) -> str:
+        return nn.ModuleDict.__name__
 
 
 class ParamChanges(StepHooks[Unit, Call]):

@@ -67,6 +67,12 @@ class WeightCatalog:
     loose: tuple[LooseWeight, ...]
     ranks: tuple[int, ...]
 
+    @property
+    def device(self) -> torch.device:
+        """The device that weights are gathered on: that of the first group's compute, or of the first loose weight."""
+        devices = [each.group.spec.device for each in self.groups] + [each.tensor.device for each in self.loose]
+        return devices[0] if devices else torch.device("cpu")
+
     @classmethod
     def of(cls, model: nn.Module) -> WeightCatalog:
         """Look at a model between steps; its units are resharded, nothing else changes, nothing is sent.

@@ -6,7 +6,7 @@ A step at a small learning rate changes few of the bf16 values that a generator 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -20,13 +20,14 @@ from dbuffer.collectives.waits import wait_for
 from dbuffer.mesh import MeshAxis
 from megatron_fsdp.checkpoint.model_state import unwrapped
 from megatron_fsdp.engine.param_group import ParameterGroup
+from megatron_fsdp.engine.streams import CallerStreams
 from megatron_fsdp.errors import ConfigError, TransferError
 from megatron_fsdp.formatting import format_bytes
 from megatron_fsdp.transfer.bucket import checksum_key, places_of, tensor_checksums
 from megatron_fsdp.transfer.catalog import CatalogGroup, LooseWeight, WeightCatalog
 from megatron_fsdp.transfer.gather import Piece, RegionGather, Shards, gather_regions, own_values
 from megatron_fsdp.transfer.handshake import Handshake
-from megatron_fsdp.transfer.versions import WeightTracker, refuse_steps, tracker_of
+from megatron_fsdp.transfer.versions import refuse_steps, tracker_of
 
 __all__ = ["DeltaBucket", "DeltaEntry", "DeltaReport", "DeltaStream", "apply_delta", "remember_weights"]
 
@@ -202,11 +203,9 @@ class DeltaStream(Iterator[DeltaBucket]):
         self._catalog, self._tracker = WeightCatalog.of(model), tracker_of(model)
         self.version = self._tracker.current()
         self._report: DeltaReport | None = None
-        self._running: Iterator[DeltaBucket] = _run(self._catalog, remembered, self.version, self._tracker, self._note)
+        self._caller = CallerStreams(self._catalog.device)
+        self._running: Iterator[DeltaBucket] = self._run()
         self._is_done = False
-
-    def _note(self, report: DeltaReport) -> None:
-        self._report = report
 
     @property
     def report(self) -> DeltaReport:
@@ -225,7 +224,10 @@ class DeltaStream(Iterator[DeltaBucket]):
             return next(self._running)
         except StopIteration:
             if not self._is_done:
+                self._caller.before_gather()
                 remember_weights(self._model, dtype=self._remembered.dtype)
+                self._caller.bucket_landed()
+                self._caller.end()
                 self._is_done = True
             raise
 
@@ -234,39 +236,48 @@ class DeltaStream(Iterator[DeltaBucket]):
         self._is_done = True
         self._running.close()  # type: ignore[attr-defined]  # a generator
 
-
-def _run(
-    catalog: WeightCatalog,
-    remembered: _Remembered,
-    version: int,
-    tracker: WeightTracker,
-    note: Callable[[DeltaReport], None],
-) -> Iterator[DeltaBucket]:
-    handshake = Handshake(catalog.ranks, "weight_stream(model, changed_since=...)", 1 + len(catalog.groups))
-    try:
+    def _run(self) -> Iterator[DeltaBucket]:
+        catalog, remembered = self._catalog, self._remembered
+        versions = (remembered.version, self.version)
+        handshake = Handshake(catalog.ranks, "weight_stream(model, changed_since=...)", 1 + len(catalog.groups))
         try:
-            refuse_steps(handshake, tracker)
-            own = [_own_shard(each.group, remembered.dtype) for each in catalog.groups]
-            changed = [_bits(new) != _bits(old) for new, old in zip(own, remembered.shards, strict=True)]
-        except BaseException as error:
-            handshake.fail(error)
-            raise
-        handshake.meet([f"version {version} since {remembered.version} in {remembered.dtype}"])
-        counts = _counts(catalog, changed)
-        sums = _checksums(catalog, own)
-        loose = _changed_loose(catalog, remembered)
-        note(_report(catalog, counts, own, loose))
-        for each, new, old, mask, count in zip(catalog.groups, own, remembered.shards, changed, counts, strict=True):
-            handshake.meet()
-            yield _bucket(each, new, old, mask, count, sums, (remembered.version, version))
-        for weight, value in loose:
-            entry = DeltaEntry(
-                weight.name, weight.aliases, value.dtype, tuple(value.shape), 0, value.numel(), 0, None
-            )  # fmt: skip
-            yield DeltaBucket("whole", (entry,), value.reshape(-1), None, remembered.version, version)
-    finally:
-        refuse_steps(handshake, None)
-        handshake.leave()
+            try:
+                refuse_steps(handshake, self._tracker)
+                self._caller.before_gather()
+                own = [_own_shard(each.group, remembered.dtype) for each in catalog.groups]
+                changed = [_bits(new) != _bits(old) for new, old in zip(own, remembered.shards, strict=True)]
+            except BaseException as error:
+                handshake.fail(error)
+                raise
+            handshake.meet([f"version {self.version} since {remembered.version} in {remembered.dtype}"])
+            counts = _counts(catalog, changed)
+            sums = _checksums(catalog, own)
+            loose = _changed_loose(catalog, remembered)
+            self._report = _report(catalog, counts, own, loose)
+            self._caller.bucket_landed()
+            for each, new, old, mask, count in zip(
+                catalog.groups, own, remembered.shards, changed, counts, strict=True
+            ):
+                handshake.meet()
+                # The caller may ask for each bucket on another device stream than the one that compared the weights.
+                self._caller.before_gather()
+                bucket = _bucket(each, new, old, mask, count, sums, versions)
+                self._caller.bucket_landed()
+                self._caller.hand_over(bucket.values)
+                yield bucket
+                del bucket
+            for weight, value in loose:
+                entry = DeltaEntry(
+                    weight.name, weight.aliases, value.dtype, tuple(value.shape), 0, value.numel(), 0, None
+                )  # fmt: skip
+                self._caller.before_gather()
+                self._caller.bucket_landed()
+                self._caller.hand_over(value)
+                yield DeltaBucket("whole", (entry,), value.reshape(-1), None, *versions)
+        finally:
+            refuse_steps(handshake, None)
+            handshake.leave()
+            self._caller.end()
 
 
 def _bits(values: torch.Tensor) -> torch.Tensor:
@@ -309,7 +320,8 @@ def _checksums(catalog: WeightCatalog, own: list[torch.Tensor]) -> dict[str, int
 
 def _changed_loose(catalog: WeightCatalog, remembered: _Remembered) -> list[tuple[LooseWeight, torch.Tensor]]:
     found = [(weight, _wire(weight, remembered.dtype)) for weight in catalog.loose]
-    return [(weight, value) for weight, value in found if not torch.equal(value, remembered.loose[weight.name])]
+    # Copies: the next forward or step changes a buffer or a weight that is here in its own memory.
+    return [(weight, value.clone()) for weight, value in found if not torch.equal(value, remembered.loose[weight.name])]
 
 
 def _is_sparse(numel: int, count: int, itemsize: int) -> bool:

@@ -259,7 +259,7 @@ class _Session:
         self._spare: list[torch.Tensor] = []
         self._lent: list[torch.Tensor] = []
         self._handshake = Handshake(catalog.ranks, "weight_stream(model)", len(plan.buckets))
-        self._device = _device_of(catalog)
+        self._device = catalog.device
         self._caller = CallerStreams(self._device)
 
     # ------------------------------------------------------------------ the iterators
@@ -429,8 +429,3 @@ def _num_uses(memory: torch.Tensor) -> int:
 def _groups_of(parameters: list[nn.Parameter]) -> list[ParameterGroup]:
     found = (group_of_parameter(each) for each in parameters)
     return list({id(group): group for group in found if group is not None}.values())
-
-
-def _device_of(catalog: WeightCatalog) -> torch.device:
-    devices = [each.group.spec.device for each in catalog.groups] + [each.tensor.device for each in catalog.loose]
-    return devices[0] if devices else torch.device("cpu")

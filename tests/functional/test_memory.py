@@ -182,7 +182,9 @@ def test_a_backward_past_all_outputs_does_not_overwrite_gradients_that_are_kept(
     forward()
     kept = [(parameter.grad, rows_of(parameter.grad).clone()) for parameter in model.parameters()]
     model.zero_grad()
-    with pytest.raises(StateError, match=r"unit 'WithLoss': a backward came to its weights .* call zero_grad\(\) before"):
+    with pytest.raises(
+        StateError, match=r"unit 'WithLoss': a backward came to its weights .* call zero_grad\(\) before"
+    ):
         model.loss.backward()
     assert all(torch.equal(rows_of(one), values) for one, values in kept)
     model.zero_grad()

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from megatron_fsdp import fully_shard, weight_stream
+from megatron_fsdp import fully_shard, remember_weights, weight_stream
+from megatron_fsdp.transfer import delta
 from tests.harness import run_ranks
 from tests.nullcuda import accesses, machine, races
 from tests.nullcuda.test_settings import stream_names
@@ -101,4 +102,44 @@ def test_tensors_may_be_taken_on_another_stream_each(
     found = run_ranks(
         NUM_RANKS, races_of_a_packing_receiver, bucket_bytes, by_bucket, backend="nccl", fresh=True, timeout=200
     )
+    assert found == [[], []]
+
+
+def races_of_a_receiver_of_changes() -> list[str]:
+    """Take each bucket of changes on another stream, between two optimizer steps; leave a second stream early."""
+    # The device computes nothing, so the numbers of changed elements, by which sparse buckets are cut, are arbitrary.
+    delta._is_sparse = lambda numel, count, itemsize: False
+    model = model_on_gpus()
+    model.register_buffer("scale", torch.ones(64, device="cuda"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    packers = [torch.cuda.Stream() for _ in range(5)]
+    x = torch.randn(4, 64, device="cuda")
+    version = remember_weights(model)
+    list(weight_stream(model, changed_since=version))
+    with machine.logged(), accesses.recorded() as record:
+        for number_taken in (100, 2):
+            version = remember_weights(model)
+            model(x).sum().backward()
+            optimizer.step()
+            stream = weight_stream(model, changed_since=version)
+            for turn in range(number_taken):
+                with torch.cuda.stream(packers[turn % 5]):
+                    bucket = next(stream, None)
+                    if bucket is None:
+                        break
+                    torch.cat([bucket.values, bucket.values])
+                    del bucket
+            stream.close()
+            # It writes what the comparison reads.
+            optimizer.step()
+            optimizer.zero_grad()
+    names = {machine.stream_id(packer): f"packer {index}" for index, packer in enumerate(packers)} | stream_names()
+    found = races.check(machine.calls(), record, names)
+    assert found.num_accesses > 100
+    return [*found.races, *found.illegal]
+
+
+def test_changes_may_be_taken_on_another_stream_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NULLCUDA_DEVICES", "2")
+    found = run_ranks(NUM_RANKS, races_of_a_receiver_of_changes, backend="nccl", fresh=True, timeout=200)
     assert found == [[], []]

@@ -249,9 +249,17 @@ def test_a_penalty_on_sharded_parameters_may_have_another_factor_on_each_rank(st
 
 
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+@pytest.mark.parametrize("is_manual", [False, True])
 @on_ranks(2)
-def test_a_hook_that_one_backward_would_call_twice_is_refused_by_name(strategy: str) -> None:
+def test_a_hook_that_one_backward_would_call_twice_is_refused_by_name(is_manual: bool, strategy: str) -> None:
     twins, calls = Twins(build, strategy), [0, 0]
+    twins.model.set_manual_backward_finalization(is_manual)
+
+    def backward(loss: torch.Tensor) -> None:
+        loss.backward()
+        if is_manual:
+            twins.model.finalize_backward()
+
     for number, model in enumerate(twins):
 
         def halve(parameter: torch.Tensor, number: int = number) -> None:
@@ -262,20 +270,20 @@ def test_a_hook_that_one_backward_would_call_twice_is_refused_by_name(strategy: 
         model.layers[0].up.weight.register_post_accumulate_grad_hook(halve)
 
     def step() -> None:
-        squared(twins.model, dist.get_rank(), 0).backward()
+        backward(squared(twins.model, dist.get_rank(), 0))
         mean_loss(twins.plain, squared).backward()
         assert twins.gradients_apart() < 1e-6
         twins.zero_grad()
 
     step()
     # A backward of the penalty alone calls the hook once.
-    for model in twins:
-        penalty(model).backward()
+    backward(penalty(twins.model))
+    penalty(twins.plain).backward()
     assert twins.gradients_apart() < 1e-6
     assert calls == [2, 2]
     twins.zero_grad()
     with pytest.raises(StateError, match=r"parameter '.*' has a post-accumulate-grad hook.* reached it twice.* fix: "):
-        (squared(twins.model, dist.get_rank(), 0) + penalty(twins.model)).backward()
+        backward(squared(twins.model, dist.get_rank(), 0) + penalty(twins.model))
     twins.zero_grad()
     step()
 

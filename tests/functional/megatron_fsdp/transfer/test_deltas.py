@@ -88,6 +88,17 @@ def test_deltas_bring_a_receiver_to_the_trainers_weights(strategy: str, lr: floa
 
 
 @on_ranks(2)
+def test_a_delta_of_a_buffer_keeps_its_values_when_the_buffer_changes() -> None:
+    model = sharded(make_model())
+    model.register_buffer("seen", torch.zeros(3))
+    version = remember_weights(model)
+    model.seen += 1
+    *_, delta = weight_stream(model, changed_since=version)
+    model.seen += 1
+    assert (delta.kind, delta.entries[0].name, delta.values.tolist()) == ("whole", "seen", [1.0] * 3)
+
+
+@on_ranks(2)
 def test_a_delta_since_another_version_than_the_receivers_is_refused() -> None:
     model = sharded(make_model())
     state, version = dict(weight_stream(model)), remember_weights(model)
