@@ -22,8 +22,8 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from dbuffer.errors import MeshError
 
 __all__ = [
-    "ALARMS", "SOON", "is_from_backend", "job_store", "keep_groups", "others_stand", "place", "raise_difference",
-    "reason_of", "refuse_after_difference", "wait_longer",
+    "ALARMS", "SOON", "is_from_backend", "job_store", "keep_groups", "others_stand", "place", "publish",
+    "raise_difference", "reason_of", "refuse_after_difference", "wait_longer",
 ]  # fmt: skip
 
 SOON = datetime.timedelta(seconds=2)
@@ -54,7 +54,7 @@ def wait_longer(work: dist.Work, error: RuntimeError, what: str = "weights or gr
     if work.is_completed():
         _look_at_alarms()
         raise error
-    _say(f"waits for {what}, {place()}")
+    publish(f"waits for {what}, {place()}")
     while ALARMS:
         _look_at_alarms()
         try:
@@ -66,7 +66,7 @@ def wait_longer(work: dist.Work, error: RuntimeError, what: str = "weights or gr
                 raise
     else:
         work.wait()
-    _say("")
+    publish("")
 
 
 def raise_difference(words: str) -> NoReturn:
@@ -168,7 +168,8 @@ def _key(rank: int) -> str:
     return f"dbuffer whereabouts attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)} {rank}"
 
 
-def _say(text: str) -> None:
+def publish(text: str) -> None:
+    """Write into the job's store what this rank does, for the errors of other ranks; "" takes it back."""
     with contextlib.suppress(RuntimeError, ValueError):
         store = job_store()
         if store is not None:

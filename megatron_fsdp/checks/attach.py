@@ -12,6 +12,7 @@ from megatron_fsdp.checks.agreement import FirstUse
 from megatron_fsdp.checks.hidden_outputs import HiddenOutputs
 from megatron_fsdp.checks.missing_gradients import MissingGradients
 from megatron_fsdp.engine.freshness import hear_of_steps
+from megatron_fsdp.engine.param_group import announce_step_of
 from megatron_fsdp.engine.unit import Root, Unit
 from megatron_fsdp.lifecycle.param_changes import ParamChanges
 from megatron_fsdp.lifecycle.profiler_ranges import ProfilerRanges
@@ -25,7 +26,7 @@ NAMERS.append(tensor_names.name_of)
 
 def attach_root(outermost: Unit, units: Iterable[Unit]) -> None:
     """Make ``outermost`` the root of these units."""
-    hear_of_steps(refusals.refuse_stale)
+    hear_of_steps(refusals.refuse_stale, announce_step_of)
     first_use = FirstUse()
     Root(outermost, units).set_hooks(
         (

@@ -12,9 +12,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from dbuffer import FlatDTensor
+from dbuffer.whereabouts import publish
 from megatron_fsdp.build.ownership import owned_name
 from megatron_fsdp.engine.graph_queries import is_run
 from megatron_fsdp.engine.hooks import StepHooks
@@ -29,6 +31,8 @@ __all__ = ["Refusals", "refuse_sharded", "refuse_stale"]
 class Refusals(StepHooks[Unit, Call]):
     """Refuses backwards of one root."""
 
+    _has_published = False
+
     def on_recorded_backward(self, unit: Unit) -> None:
         """Refuse a backward that records a graph: ``StateError``."""
         raise StateError(
@@ -40,11 +44,22 @@ class Refusals(StepHooks[Unit, Call]):
     def on_changed_weights(self, unit: Unit) -> None:
         """Refuse a backward whose main weights have changed since forward: ``StateError``."""
         names = ", ".join(repr(name) for group in unit.groups for name in group.parameters)
-        raise StateError(
+        error = StateError(
             f"unit {unit.name!r}: its main weights (some of {names}) were changed between a forward and the backward "
-            "through it, by an optimizer's step or in place. The gradients would be of the old activations and the "
-            "new weights. fix: call backward() before the change, or run forward again after it"
+            "through it: by an optimizer's step, in place, or at the end of unsharded(writeback=True). The gradients "
+            "would be of the old activations and the new weights. fix: call backward() before the change, or run "
+            "forward again after it"
         )
+        # A rank whose rows did not change goes on, and waits for this one.
+        publish(f"raised StateError: {error}")
+        self._has_published = True
+        raise error
+
+    def on_root_forward(self, unit: Unit, module: nn.Module) -> None:
+        """Take back what this rank has published, because it goes on after the error."""
+        if self._has_published:
+            publish("")
+            self._has_published = False
 
     def on_stale_hold(self, unit: Unit) -> None:
         """Refuse a forward inside ``unsharded()`` whose main weights changed in the block: ``StateError``."""

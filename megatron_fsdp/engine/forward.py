@@ -205,6 +205,8 @@ def _close_call(unit: Unit, call: Call) -> None:
         # The weights stay until the next unit runs, because backward begins with the last unit of forward.
         root.release_lingering(unit)
         root.lingering = unit.reference
+        # Modules show the sharded parameters meanwhile: what other modules read of them must not end with this unit.
+        unit.show_sharded()
     elif unit.reshards_after_forward() or not (has_grad or unit.reshard_after_forward is False):
         unit.reshard(keep_part=has_grad)
     if HOST_READS and not has_grad and (outermost is None or outermost.open_call is None):

@@ -1,7 +1,7 @@
 """Freshness: are compute weights as new as main weights?
 
-A fused step changes a DTensor's memory without a change of any version counter. So every step of any
-``torch.optim.Optimizer`` in the process counts as a change of all main weights (docs/design/freshness.md). The first
+A fused step changes a DTensor's memory without a change of any version counter. So every step of a
+``torch.optim.Optimizer`` counts as a change of the main weights of its parameters (docs/design/freshness.md). The first
 ``fully_shard`` registers hooks on all optimizers, which also check before a step that the optimizer steps no copies.
 """
 
@@ -24,7 +24,6 @@ __all__ = ["CHECKS", "Freshness", "hear_of_first_steps", "hear_of_steps", "refre
 CHECKS: list[Callable[[Optimizer], None]] = []
 """Functions that are called before each step of an optimizer, and raise if it must not step now."""
 _FIRST_CHECKS: list[Callable[[Optimizer], None]] = []
-_num_steps = [0]
 _REFRESHING: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _CHECKED: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 
@@ -46,7 +45,6 @@ class Freshness:
 
     __slots__ = (
         "_seen",
-        "_steps",
         "_tensors",
         "gathered_generation",
         "generation",
@@ -57,7 +55,7 @@ class Freshness:
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         self._tensors = tensors
-        self._seen = self._steps = -1
+        self._seen = -1
         self.num_changes = 0
         self.has_changed, self.is_suspect = True, False
         self.generation = self.gathered_generation = 0
@@ -68,15 +66,12 @@ class Freshness:
         self.generation += 1
 
     def notice_changes(self) -> bool:
-        """Return whether main weights have changed since the last refresh."""
+        """Count changes of the version counters; return whether main weights have changed since the last refresh."""
         version = sum(map(version_of, self._tensors))
         if version != self._seen:
             self.has_changed = True
             self._seen = version
             self.num_changes += 1
-        if self._steps != _num_steps[0]:
-            self.has_changed = True
-            self._steps = _num_steps[0]
         return self.has_changed
 
     def refreshed(self) -> None:
@@ -86,23 +81,20 @@ class Freshness:
 
     def look_again(self) -> None:
         """Resynchronize the version counters after a write that did not change the main weights."""
-        self._seen, self._steps = sum(map(version_of, self._tensors)), _num_steps[0]
+        self._seen = sum(map(version_of, self._tensors))
 
     def gathered_are_old(self) -> bool:
         """Return whether gathered weights are older than main weights."""
         return self.notice_changes() or self.gathered_generation != self.generation
 
 
-def _count_step(optimizer: Optimizer) -> None:
-    if optimizer not in _REFRESHING:
-        _num_steps[0] += 1
-
-
 @functools.cache
-def hear_of_steps(check: Callable[[Optimizer], None]) -> None:
+def hear_of_steps(check: Callable[[Optimizer], None], announce: Callable[[Optimizer], None]) -> None:
     """Register hooks on the steps of all optimizers.
 
-    ``check`` is called before an optimizer's first step, and again when the optimizer has got more parameters.
+    Args:
+        check: called before an optimizer's first step, and again when the optimizer has got more parameters.
+        announce: called before and after each step; marks the main weights of the optimizer's parameters as changed.
     """
 
     def before(optimizer: Optimizer, *_: object) -> None:
@@ -116,11 +108,13 @@ def hear_of_steps(check: Callable[[Optimizer], None]) -> None:
             for each in _FIRST_CHECKS:
                 each(optimizer)
             _CHECKED[optimizer] = num_params
-        # Counted before the step too: a step that raises has changed some weights, and PyTorch calls no hook after it.
-        _count_step(optimizer)
+        # Before the step too: a step that raises has changed some weights, and PyTorch calls no hook after it.
+        if optimizer not in _REFRESHING:
+            announce(optimizer)
 
     def after(optimizer: Optimizer, *_: object) -> None:
-        _count_step(optimizer)
+        if optimizer not in _REFRESHING:
+            announce(optimizer)
         if optimizer.defaults.get("fused"):
             # A fused step does not change the version counters of DTensors.
             stepped = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
@@ -138,8 +132,5 @@ def hear_of_first_steps(check: Callable[[Optimizer], None]) -> None:
 
 
 def refreshes_itself(optimizer: Optimizer) -> None:
-    """Do not count the steps of ``optimizer`` as changes of all main weights.
-
-    The optimizer calls ``announce_step`` of its parameter groups before it changes them.
-    """
+    """Do not call ``announce`` at the steps of ``optimizer``, which calls ``announce_step`` itself."""
     _REFRESHING.add(optimizer)

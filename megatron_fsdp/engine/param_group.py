@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from dbuffer import BufferPlacement, DBuffer, Flat, PlacementError, Plan, Replicate
@@ -44,6 +45,7 @@ __all__ = [
     "ParameterGroup",
     "WeightBuffers",
     "announce_step",
+    "announce_step_of",
     "group_of_parameter",
     "note_group",
     "start_gathers",
@@ -500,6 +502,10 @@ class WeightBuffers:
 
 
 _GROUPS: WeakIdKeyDictionary = WeakIdKeyDictionary()
+# For each optimizer: the number of its parameters, and their groups. Empty after another parameter was recorded.
+_STEPPED: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[weakref.ref[ParameterGroup]]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def group_of_parameter(parameter: torch.Tensor) -> ParameterGroup | None:
@@ -511,6 +517,18 @@ def group_of_parameter(parameter: torch.Tensor) -> ParameterGroup | None:
 def note_group(parameter: torch.Tensor, group: ParameterGroup) -> None:
     """Record the group of a sharded parameter for ``group_of_parameter``."""
     _GROUPS[parameter] = weakref.ref(group)
+    _STEPPED.clear()
+
+
+def _groups_stepped_by(optimizer: Optimizer) -> list[ParameterGroup]:
+    """Return the groups of an optimizer's sharded parameters."""
+    num_params = sum(len(group["params"]) for group in optimizer.param_groups)
+    known = _STEPPED.get(optimizer)
+    if known is None or known[0] != num_params:
+        groups = (group_of_parameter(p) for group in optimizer.param_groups for p in group["params"])
+        known = num_params, [weakref.ref(group) for group in dict.fromkeys(groups) if group is not None]
+        _STEPPED[optimizer] = known
+    return [group for reference in known[1] if (group := reference()) is not None]
 
 
 class ParameterGroup:
@@ -615,7 +633,18 @@ class ParameterGroup:
 def announce_step(groups: Iterable[ParameterGroup]) -> None:
     """Note that main weights have changed or are about to change, so that resting weights are refreshed before use.
 
+    Modules that still show gathered weights, after an evaluation for example, show the sharded ones, which are not old.
     Optimizers call this before they step, because a step that raises may have changed some weights.
     """
     for group in groups:
         group.freshness.has_changed = True
+        if group.fsdp_params.module_infos.shows_gathered:
+            group.fsdp_params.module_infos.show(is_gathered=False)
+
+
+def announce_step_of(optimizer: Optimizer) -> None:
+    """Call ``announce_step`` for the groups of an optimizer's parameters.
+
+    Groups of other optimizers do not count: an optimizer of this rank alone must not make this rank gather alone.
+    """
+    announce_step(_groups_stepped_by(optimizer))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -73,20 +73,20 @@ def unsharded(model: nn.Module, units: Iterable[nn.Module] | None = None, writeb
     owned = [unit for unit in chosen if writeback and not unit.num_holds]
     action = f"enters unsharded({type(model).__name__}, writeback={writeback})"
     kept = _gather(chosen, action)
-    block, shards, is_alone = _Block(chosen, writeback), dict[int, torch.Tensor](), True
+    block, before, is_alone = _Block(chosen, writeback), dict[int, _Before](), True
     try:
-        shards = _own_shards(owned)
+        before = _before(owned)
         _hold(block)
         yield
         _let_go(block)
         is_alone = False
-        _write_back(owned, shards, action)
+        _write_back(owned, before, action)
     except BaseException as error:
         for ranks in _ranks_of(owned) if is_alone else ():
             # The other ranks wait for this one at the end of the block.
             report_failure(ranks, f"leaves the block that it {action}", error)
         _let_go(block)
-        _drop_changes(owned, shards)
+        _drop_changes(owned, before)
         _release(chosen, kept, is_raising=True)
         raise
     _release(chosen, kept)
@@ -239,9 +239,18 @@ def _refuse_step(optimizer: Optimizer) -> None:
 # ---------------------------------------------------------------- changes that are kept
 
 
-def _own_shards(chosen: Sequence[Unit]) -> dict[int, torch.Tensor]:
-    """Return copies of this rank's main weights in the compute dtype, by the identity of the group."""
-    return {id(group): _own_shard(group).clone() for unit in chosen for group in unit.groups}
+class _Before(NamedTuple):
+    """A group as the block begins: this rank's main weights in the compute dtype, and checksums of whole weights."""
+
+    shard: torch.Tensor
+    checksums: list[int]
+
+
+def _before(chosen: Sequence[Unit]) -> dict[int, _Before]:
+    """Return the state of each group as the block begins, by the identity of the group."""
+    return {
+        id(group): _Before(_own_shard(group).clone(), _checksums(group)) for unit in chosen for group in unit.groups
+    }
 
 
 def _own_shard(group: ParameterGroup) -> torch.Tensor:
@@ -250,15 +259,16 @@ def _own_shard(group: ParameterGroup) -> torch.Tensor:
 
 
 @torch.no_grad()
-def _write_back(chosen: Sequence[Unit], shards: dict[int, torch.Tensor], action: str) -> None:
+def _write_back(chosen: Sequence[Unit], before: dict[int, _Before], action: str) -> None:
     """Copy changed elements of the gathered weights to main weights, if all ranks changed them equally."""
+    after = {id(group): _checksums(group) for unit in chosen for group in unit.groups}
     for ranks in _ranks_of(chosen):
         lines = [
-            f"parameter {name!r} of unit {unit.name!r} with checksum {_checksum(used):x}"
+            f"parameter {name!r} of unit {unit.name!r} with checksum {found:x}"
             for unit in chosen
             for group in unit.groups
             if mesh_ranks(group.spec.mesh) == ranks
-            for name, used in zip(group.parameters, group.fsdp_params.unsharded_params, strict=True)
+            for name, found in zip(group.parameters, after[id(group)], strict=True)
         ]
         meet(
             ranks,
@@ -268,29 +278,32 @@ def _write_back(chosen: Sequence[Unit], shards: dict[int, torch.Tensor], action:
             "All changes in the block were dropped. fix: make the same change on every rank, or broadcast it",
         )
     for group in (group for unit in chosen for group in unit.groups):
-        now, before = _own_shard(group), shards[id(group)]
-        values = group.weights.values()
-        target = values.local_buffer.detach()
-        # Compare bits, because a NaN differs from itself.
-        is_changed = (now != before) & ~(now.isnan() & before.isnan())
-        # Unchanged main weights keep their version, so that a backward of an earlier forward is not refused.
-        if group.fsdp_params.changed_in_place() or is_changed.any():
+        # Unchanged main weights keep their version, so that a backward of an earlier forward is not refused. Checksums
+        # of whole weights say so alike on all ranks.
+        if after[id(group)] != before[id(group)].checksums:
+            now, then = _own_shard(group), before[id(group)].shard
+            values = group.weights.values()
+            target = values.local_buffer.detach()
+            # Compare bits, because a NaN differs from itself.
+            is_changed = (now != then) & ~(now.isnan() & then.isnan())
             target.copy_(torch.where(is_changed.to(target.device), now.to(target), target))
             group.weights.store(values)
         _are_new(group)
 
 
-def _checksum(weight: torch.Tensor) -> int:
-    return int(checksum(weight.detach().contiguous(), key=1))
+def _checksums(group: ParameterGroup) -> list[int]:
+    """Return a checksum of each whole weight."""
+    weights = (used.detach().contiguous() for used in group.fsdp_params.unsharded_params)
+    return [int(checksum(weight, key=1)) for weight in weights]
 
 
-def _drop_changes(chosen: Sequence[Unit], shards: dict[int, torch.Tensor]) -> None:
+def _drop_changes(chosen: Sequence[Unit], before: dict[int, _Before]) -> None:
     """Restore main weights that share memory with gathered weights to their values before the block."""
     for group in (group for unit in chosen for group in unit.groups):
-        before: Any = shards.get(id(group))
-        if before is not None and group.fsdp_params.changed_in_place():
+        found = before.get(id(group))
+        if found is not None and group.fsdp_params.changed_in_place():
             if not group.weights.can_restore_gathered:
-                _own_shard(group).copy_(before)
+                _own_shard(group).copy_(found.shard)
             _are_new(group)
 
 

@@ -48,7 +48,7 @@ def counts(reduce: torch.dtype) -> Counts:
     model(tokens).backward()
     model.zero_grad()
     packings: list[int] = []
-    real = grads._pack
+    real = grads._pack_due
 
     def pack(buffers: Any, works: Any) -> None:
         packings.append(len(buffers))
@@ -57,7 +57,13 @@ def counts(reduce: torch.dtype) -> Counts:
     manager = mock.patch.object(all_gather, "_coalescing", wraps=all_gather._coalescing)
     torchs = mock.patch.object(dist.distributed_c10d, "_coalescing_manager", side_effect=AssertionError)
     products = mock.patch.object(fused_linear, "product_into_buffer", wraps=fused_linear.product_into_buffer)
-    with mock.patch.object(grads, "_pack", pack), manager as entered, torchs, products as multiplied, machine.logged():
+    with (
+        mock.patch.object(grads, "_pack_due", pack),
+        manager as entered,
+        torchs,
+        products as multiplied,
+        machine.logged(),
+    ):
         model(tokens).backward()
     collectives = sum(call.kind == "collective" for call in machine.calls())
     groups = [len(unit_of(unit).groups) for unit in units]

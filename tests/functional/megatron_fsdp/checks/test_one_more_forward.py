@@ -62,7 +62,7 @@ def test_a_forward_of_one_rank_before_a_step_of_all_names_every_rank(grad: bool)
 @on_ranks(2)
 def test_a_rank_that_ends_in_its_own_collective_prints_where_the_others_wait() -> None:
     if dist.get_rank() == 0:
-        whereabouts._say("waits for weights or gradients of the engine, at train.py:7 (model(batch))")
+        whereabouts.publish("waits for weights or gradients of the engine, at train.py:7 (model(batch))")
     dist.barrier()
     printed = io.StringIO()
     if dist.get_rank() == 1:
