@@ -243,9 +243,9 @@ def _even_region(parameter: OwnedParameter, num_shards: int, dtypes: GroupDtypes
     numel = math.prod(parameter.shape)
     if numel // num_shards % dtypes.block_numel:
         raise ConfigError(
-            f"parameter {parameter.name!r} of shape {parameter.shape} has hooks, so each of {num_shards} ranks gets "
-            f"{numel // num_shards} elements, no multiple of {dtypes.block_numel}, as MixedPrecisionPolicy(moments=) "
-            "needs. fix: leave moments= out of the unit's policy, or shard the plain weight"
+            f"parameter {parameter.name!r} of shape {parameter.shape} has hooks, which need equal numbers of rows on "
+            f"{num_shards} ranks: {numel // num_shards} elements, no multiple of {dtypes.block_numel}, as "
+            "MixedPrecisionPolicy(moments=) needs. fix: leave moments= out of the policy, or shard the plain weight"
         )
     rows = first_dimension_granularity(parameter.shape)
     return Region((0,), Plan((parameter.shape,), (rows,), num_shards, (0,), numel // num_shards))

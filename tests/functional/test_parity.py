@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from megatron_fsdp import MixedPrecisionPolicy, clip_grad_norm_, fully_shard_optimizer, microbatch, no_sync
 from tests.harness import run_ranks
 from tests.harness.grids import covering, nightly_but
-from tests.harness.models import draw_tokens, loss_of, make_mesh, make_model
-from tests.harness.oracle import STRATEGIES, ZERO, shard_model, whole_state
+from tests.harness.models import draw_tokens, loss_of, make_model
+from tests.harness.oracle import STRATEGIES, ZERO, sharded, whole_state
 
 # A value between the smallest and the largest norm of these runs: some steps are clipped, others are not.
 MAX_NORM = 0.45
@@ -75,7 +75,7 @@ def trained(recipe: Recipe, ranks: Sequence[int] = ()) -> Run:
         dtype = recipe.policy and recipe.policy.param_dtype
         forward = partial(_computed_in, model.float(), dtype or recipe.own_dtype)
     else:
-        shard_model(model, make_mesh(recipe.mesh), recipe.strategy, recipe.policy)
+        sharded(model, recipe.strategy, mesh=recipe.mesh, mp_policy=recipe.policy)
     optimizer = getattr(torch.optim, recipe.optimizer)(model.parameters(), **dict(recipe.options))
     if recipe.is_adapted and not ranks:
         fully_shard_optimizer(optimizer)

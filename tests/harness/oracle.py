@@ -12,13 +12,11 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from dbuffer import Flat, Partial, Replicate
 from megatron_fsdp import (
     FsdpModule,
-    MixedPrecisionPolicy,
     Placements,
     fully_shard,
     load_checkpoint,
@@ -75,14 +73,6 @@ def sharded(model: nn.Module, strategy: str | None = None, **options: Any) -> An
 def sharded_model(strategy: str = "optim_grads_params", seed: int = 0, **options: Any) -> Model:
     """Make the token model from a seed and shard it as ``sharded`` does."""
     model: Model = sharded(make_model(seed), strategy, **options)
-    return model
-
-
-def shard_model(
-    model: Model, mesh: DeviceMesh, strategy: str = "optim_grads_params", policy: MixedPrecisionPolicy | None = None
-) -> Model:
-    """Make every block a unit, and a unit of the rest; ``strategy`` is a key of ``STRATEGIES``."""
-    sharded(model, strategy, mesh=mesh, mp_policy=policy)
     return model
 
 

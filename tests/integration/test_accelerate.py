@@ -28,6 +28,7 @@ from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.huggingface import accelerate_fsdp2
 from tests.functional.megatron_fsdp.uneven.programs import PROGRAMS
 from tests.functional.megatron_fsdp.uneven.programs import train as train_on_routes
+from tests.harness.oracle import whole_state
 from tests.harness.twins import Twins
 from tests.integration.adapters import QUIET, make_lora
 from tests.integration.ranks import run_ranks
@@ -38,7 +39,6 @@ from tests.integration.tiny_models import (
     make_trainer,
     reset_accelerate,
     shard,
-    whole_state,
     worst,
 )
 

@@ -7,9 +7,10 @@ import torch.distributed as dist
 from peft import PeftModel
 
 from megatron_fsdp import full_state_dict
+from tests.harness.oracle import whole_state
 from tests.integration.adapters import QUIET, make_lora, make_prompt
 from tests.integration.ranks import run_ranks
-from tests.integration.tiny_models import generated, make_model, shard, train, whole_state, worst
+from tests.integration.tiny_models import generated, make_model, shard, train, worst
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 

@@ -11,6 +11,7 @@ from megatron_fsdp import export_safetensors, import_safetensors, materialize
 from megatron_fsdp.config.fsdp_config import FsdpConfig
 from megatron_fsdp.errors import CheckpointError
 from megatron_fsdp.policy.mesh import sharding_target
+from tests.harness.oracle import whole_state
 from tests.integration.ranks import run_ranks
 from tests.integration.tiny_models import (
     ALL,
@@ -20,7 +21,6 @@ from tests.integration.tiny_models import (
     mean_over_ranks,
     shard,
     train,
-    whole_state,
     worst,
 )
 

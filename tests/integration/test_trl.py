@@ -18,6 +18,7 @@ from trl.models.activation_offloading import get_act_offloading_ctx_manager
 
 from megatron_fsdp import FsdpModule
 from megatron_fsdp.huggingface import accelerate_fsdp2
+from tests.harness.oracle import whole_state
 from tests.integration.adapters import QUIET, make_lora
 from tests.integration.ranks import run_ranks
 from tests.integration.test_accelerate import FSDP, fsdp_on_cpu
@@ -27,7 +28,6 @@ from tests.integration.tiny_models import (
     make_model,
     reset_accelerate,
     shard,
-    whole_state,
     worst,
 )
 

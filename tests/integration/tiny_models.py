@@ -9,7 +9,6 @@ import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -78,14 +77,6 @@ def shard(model: PreTrainedModel, mesh: DeviceMesh | None = None, **options: Any
     sharded: PreTrainedModel = fully_shard(model, mesh, **{**options, "reshard_after_forward": None})
     register_fsdp_forward_method(sharded, "generate")
     return sharded
-
-
-def whole_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return copies of all entries of the state dict as whole tensors; on a sharded model, every rank calls it."""
-    return {
-        name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
-        for name, value in model.state_dict().items()
-    }
 
 
 def worst(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:

@@ -20,8 +20,8 @@ from tests.functional.checkpoint_cases import (
     train_alone,
 )
 from tests.harness import run_ranks
-from tests.harness.models import VOCABULARY, WIDTH, Model, make_model, world_mesh
-from tests.harness.oracle import differing, shard_model, whole_state
+from tests.harness.models import VOCABULARY, WIDTH, Model, make_model
+from tests.harness.oracle import differing, sharded, sharded_model, whole_state
 
 EXTRA = {"iteration": 2, "rates": [0.1, 0.2], "data": {"position": 17, "order": torch.arange(5)}, "note": "half way"}
 
@@ -52,18 +52,18 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, State]:
 
 
 def same() -> Model:
-    return shard_model(make_model(1), world_mesh())
+    return sharded_model(seed=1)
 
 
 def larger() -> Model:
     """Build the saved model with one more block and a wider head."""
     model = make_model(seed=1, num_blocks=3)
     model.head = nn.Linear(WIDTH, VOCABULARY + 2, bias=False)
-    return shard_model(model, world_mesh())
+    return sharded(model, "optim_grads_params")
 
 
 def smaller() -> Model:
-    return shard_model(make_model(1, num_blocks=1), world_mesh())
+    return sharded(make_model(1, num_blocks=1), "optim_grads_params")
 
 
 Refusal = tuple[Callable[[], Model], type[torch.optim.Optimizer], str, list[str]]
@@ -145,7 +145,7 @@ def working_in(folder: str) -> Iterator[None]:
 
 def load_the_working_directory(path: str) -> list[str]:
     """Load by a path without a name, with and without a checkpoint there, and try to save there."""
-    model, other = (shard_model(make_model(seed), world_mesh()) for seed in range(2))
+    model, other = (sharded_model(seed=seed) for seed in range(2))
     saved = f"{path}/saved"
     save_checkpoint(model, None, saved)
     with working_in(saved):

@@ -15,7 +15,7 @@ from tests.functional.checkpoint_cases import Layout, State, full_optimizer_stat
 from tests.functional.checkpoint_cases import train_alone as train
 from tests.harness import on_ranks, run_ranks
 from tests.harness.models import make_model, world_mesh
-from tests.harness.oracle import differing, shard_model, whole_state
+from tests.harness.oracle import differing, sharded_model, whole_state
 from tests.harness.oracle import train as train_on_all
 
 # ---------------------------------------------------------------------- schedules and groups
@@ -56,7 +56,7 @@ def test_moments_and_hyperparameters_follow_the_names_into_other_groups(tmp_path
     model, optimizer = Layout((2,)).build(seed=0)
     train(model, optimizer, range(2))
     save_checkpoint(model, optimizer, path)
-    other = shard_model(make_model(1), world_mesh())
+    other = sharded_model(seed=1)
     parameters = list(other.parameters())[::-1]
     matrices = [parameter for parameter in parameters if parameter.ndim > 1]
     groups = [matrices[2:], matrices[:2], [parameter for parameter in parameters if parameter.ndim <= 1]]

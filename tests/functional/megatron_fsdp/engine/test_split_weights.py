@@ -35,8 +35,8 @@ from tests.functional.split_weights import (
 )
 from tests.harness import on_ranks
 from tests.harness.grids import nightly_but
-from tests.harness.models import Block, Model, Stack, draw_tokens, inputs, loss_of, make_mesh, make_model, world_mesh
-from tests.harness.oracle import differing, shard_layers, shard_model
+from tests.harness.models import Block, Model, Stack, draw_tokens, inputs, loss_of, make_model, world_mesh
+from tests.harness.oracle import differing, shard_layers, sharded, sharded_model
 
 EVERY_LAYOUT = [
     *(("optim_grads_params", (size,)) for size in (1, 3, 4)),
@@ -53,7 +53,7 @@ LAYOUTS = nightly_but(QUICK, EVERY_LAYOUT)
 def run_of(
     policy: MixedPrecisionPolicy, strategy: str, mesh: tuple[int, ...], num_steps: int
 ) -> tuple[list[float], Model]:
-    model = shard_model(make_model(), make_mesh(mesh), strategy, policy)
+    model = sharded_model(strategy, mesh=mesh, mp_policy=policy)
     return train_on_two_microbatches(model, make_adamw(model), range(num_steps), dist.get_rank()), model
 
 
@@ -67,7 +67,7 @@ RUNS = nightly_but(
 def test_losses_and_weights_equal_those_of_fp32_main_weights_to_the_bit(
     strategy: str, mesh: tuple[int, ...], num_steps: int
 ) -> None:
-    initial = full_weights(shard_model(make_model(), make_mesh(mesh), strategy))
+    initial = full_weights(sharded_model(strategy, mesh=mesh))
     seen, model = run_of(SPLIT, strategy, mesh, num_steps)
     with rounding_ties_away():
         wanted, oracle = run_of(PLAIN, strategy, mesh, num_steps)
@@ -136,7 +136,7 @@ def test_bytes_equal_explains_and_are_12_per_parameter_if_all_is_sharded(strateg
     before = meter.current_bytes
     model = make_model()
     model.shift.requires_grad_(True)
-    shard_model(model, make_mesh(mesh), strategy, SPLIT)
+    sharded(model, strategy, mesh=mesh, mp_policy=SPLIT)
     report = explain(model)
     optimizer = AdamW(model.parameters(), lr=0.01)
     calls: list[CollectiveCall] = []
@@ -229,7 +229,7 @@ def test_main_grad_may_be_fp32(is_wrapped: bool) -> None:
     found = []
     for is_split in (True, False):
         policy = MixedPrecisionPolicy(BF16, FP32, main_grads_dtype=FP32, split_main_params=is_split)
-        model = shard_model(make_model(), world_mesh(), policy=policy)
+        model = sharded_model(mp_policy=policy)
         optimizer = make_adamw(model)
         if is_wrapped:
             fully_shard_optimizer(optimizer)
@@ -265,7 +265,7 @@ def test_split_weights_are_found_in_a_param_group_that_is_added_later() -> None:
 
 @on_ranks(2)
 def test_frozen_parameters_have_no_remainder_and_train_with_fp32_weights_once_unfrozen() -> None:
-    model = shard_model(make_model(), world_mesh(), policy=SPLIT)
+    model = sharded_model(mp_policy=SPLIT)
     has_remainder = [group.weights.remainder is not None for group in groups_of(model)]
     model.shift.requires_grad_(True)
     before = full_weights(model)

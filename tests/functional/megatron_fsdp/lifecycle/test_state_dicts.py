@@ -27,8 +27,8 @@ from megatron_fsdp.lifecycle.module import unit_of
 from tests.functional.checkpoint_cases import full_optimizer_state
 from tests.harness import on_ranks
 from tests.harness.grids import nightly_but
-from tests.harness.models import Model, make_mesh, make_model, world_mesh
-from tests.harness.oracle import differing, shard_model, train, whole_state
+from tests.harness.models import Model, make_model
+from tests.harness.oracle import differing, sharded_model, train, whole_state
 
 # torch's own types for a state dict are too wide to be of use here.
 State = dict[str, Any]
@@ -41,7 +41,7 @@ NUM_RANKS = 3
 @on_ranks(NUM_RANKS)
 def test_a_full_state_dict_has_the_names_and_tensors_of_the_whole_model() -> None:
     wanted = make_model().state_dict()
-    model = shard_model(make_model(), world_mesh())
+    model = sharded_model()
     everywhere = dict(get_model_state_dict(model, options=FULL))
     assert differing(everywhere, wanted) == []
     assert list(everywhere) == list(wanted)
@@ -106,7 +106,7 @@ def test_a_model_in_use_takes_over_values_and_trains_on_from_them(
     other = make_model(seed=1)
     wanted = whole_state(other)
     train(other, torch.optim.SGD(other.parameters(), lr=0.1), range(1), range(dist.get_world_size()))
-    model = shard_model(make_model(), make_mesh(mesh_shape), strategy)
+    model = sharded_model(strategy, mesh=mesh_shape)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     train(model, optimizer, range(1), [dist.get_rank()])
     # PyTorch's own loaders write into the given dictionary.
@@ -120,7 +120,7 @@ ADAMW = {"foreach": {"foreach": True}, "one by one": {"foreach": False}, "fused"
 
 
 def sharded_adamw(seed: int, options: Mapping[str, Any]) -> tuple[Model, torch.optim.Optimizer]:
-    model = shard_model(make_model(seed), world_mesh())
+    model = sharded_model(seed=seed)
     return model, torch.optim.AdamW(model.parameters(), lr=0.01, **options)
 
 
@@ -177,7 +177,7 @@ def test_a_sharded_run_goes_on_from_a_whole_models_state() -> None:
 @pytest.mark.parametrize(("strategy", "mesh_shape"), MESHES, ids=str)
 @on_ranks(lambda mesh_shape: torch.Size(mesh_shape).numel())
 def test_torchs_spec_cache_tells_our_cuts_from_torchs(strategy: str, mesh_shape: tuple[int, ...]) -> None:
-    model = shard_model(make_model(), make_mesh(mesh_shape), strategy)
+    model = sharded_model(strategy, mesh=mesh_shape)
     cut_by_torch = canonical(model, make_model().state_dict())
     for name, parameter in model.named_parameters():
         assert parameter._spec != cut_by_torch[name]._spec, name
@@ -193,7 +193,7 @@ KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 def build(kind: str, seed: int = 0) -> tuple[Model, torch.optim.Optimizer]:
-    model = shard_model(make_model(seed), world_mesh())
+    model = sharded_model(seed=seed)
     return model, fully_shard_optimizer(KINDS[kind](model.parameters()))
 
 
@@ -265,7 +265,7 @@ def test_an_optimizer_whose_new_state_is_not_zeros_says_that_nothing_was_read(tm
 
 @on_ranks(2)
 def test_zero_state_of_a_new_optimizers_state_dict_is_freed_with_it() -> None:
-    model = shard_model(make_model(), world_mesh())
+    model = sharded_model()
     optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters()))
     shown = [value for values in optimizer.state_dict()["state"].values() for value in values.values()]
     left = [weakref.ref(value) for value in shown]

@@ -29,8 +29,8 @@ from tests.functional.expert_parallel import rows, shard_experts
 from tests.functional.megatron_fsdp.build.test_tensor_parallel import feedforward
 from tests.harness import on_ranks, run_ranks
 from tests.harness.grids import nightly_but
-from tests.harness.models import Block, Stack, draw_tokens, loss_of, make_mesh, make_model
-from tests.harness.oracle import shard_model, whole_state
+from tests.harness.models import Block, Stack, draw_tokens, loss_of
+from tests.harness.oracle import sharded_model, whole_state
 
 POLICIES = {
     "fp32": None,
@@ -61,7 +61,7 @@ def test_every_parameter_has_the_factor_of_a_mean_over_ranks(layout: str, policy
     num_ranks = math.prod(LAYOUTS[layout][1])
     limit = 2e-6 if policy != "bf16 sums" else 4e-3
     strategy, shape = LAYOUTS[layout]
-    model = shard_model(make_model(), make_mesh(shape), strategy, POLICIES[policy])
+    model = sharded_model(strategy, mesh=shape, mp_policy=POLICIES[policy])
     optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.1))
     tokens = draw_tokens(dist.get_rank())
     token_loss(model, tokens).backward()

@@ -14,8 +14,8 @@ from torch.profiler import ProfilerActivity, profile
 from dbuffer.events import listen, listeners
 from megatron_fsdp import ConfigError, Timeline, fully_shard_optimizer
 from tests.harness import on_ranks, run_ranks
-from tests.harness.models import Model, draw_tokens, loss_of, make_mesh, make_model
-from tests.harness.oracle import shard_model
+from tests.harness.models import Model, draw_tokens, loss_of
+from tests.harness.oracle import sharded_model
 
 UNITS = ("Model", "blocks.0", "blocks.1")
 GATHER, GATHER_WAIT = "FSDP::all_gather", "FSDP::all_gather_wait"
@@ -30,7 +30,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> Non
 
 
 def sharded(strategy: str) -> tuple[Model, torch.optim.Optimizer]:
-    model = shard_model(make_model(), make_mesh((dist.get_world_size(),)), strategy)
+    model = sharded_model(strategy)
     return model, fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
 
 

@@ -18,17 +18,13 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Se
 
 from megatron_fsdp import AgreementError, ConfigError, Watch, fully_shard
 from tests.harness import on_ranks, run_ranks
-from tests.harness.models import Block, Made, Model, draw_tokens, inputs, loss_of, make_mesh, make_model
-from tests.harness.oracle import shard_model, train, whole_state
+from tests.harness.models import Block, Made, Model, draw_tokens, inputs, loss_of
+from tests.harness.oracle import sharded_model, train, whole_state
 from tests.harness.twins import Twins
 
 # Long enough for ranks on a busy machine to answer.
 TIMEOUT = datetime.timedelta(seconds=2)
 STALL_S = 6.0
-
-
-def sharded(strategy: str = "optim_grads_params", shape: tuple[int, ...] = (3,)) -> Model:
-    return shard_model(make_model(), make_mesh(shape), strategy)
 
 
 def step(model: Model, tokens: torch.Tensor) -> float:
@@ -82,7 +78,7 @@ def train_past_the_comparison_of_orders(model: Model) -> None:
 
 def run_with(fault: str) -> tuple[str, float]:
     """Return the text of this rank's error, and the seconds until it was raised."""
-    model, tokens = sharded(), draw_tokens(dist.get_rank())
+    model, tokens = sharded_model(), draw_tokens(dist.get_rank())
     train_past_the_comparison_of_orders(model)
     if dist.get_rank() == 1:
         FAULTS[fault](model)
@@ -123,7 +119,7 @@ def test_ranks_that_opened_different_numbers_of_watches_before_understand_each_o
     fault = "skip_block"
     part = DeviceMesh("cpu", [0, 1])
     if dist.get_rank() < 2:
-        model = shard_model(make_model(), part, "optim_grads_params")
+        model = sharded_model(mesh=part)
         with Watch(model, TIMEOUT):
             step(model, draw_tokens(dist.get_rank()))
     error, _ = run_with(fault)
@@ -134,7 +130,7 @@ def test_ranks_that_opened_different_numbers_of_watches_before_understand_each_o
 def test_swapped_units_of_one_size_are_found_by_a_check_at_the_end_and_at_an_interval() -> None:
     errors = []
     for way in ("check", "end", "interval 2"):
-        model, tokens = sharded(), draw_tokens(dist.get_rank())
+        model, tokens = sharded_model(), draw_tokens(dist.get_rank())
         train_past_the_comparison_of_orders(model)
         watch = Watch(model, TIMEOUT, interval=2 if way == "interval 2" else 1)
         steps = 0
@@ -156,7 +152,7 @@ def test_swapped_units_of_one_size_are_found_by_a_check_at_the_end_and_at_an_int
 
 
 def train_watched(strategy: str, shape: tuple[int, ...], is_watched: bool) -> dict[str, torch.Tensor]:
-    model = shard_model(make_model(), make_mesh(shape), strategy)
+    model = sharded_model(strategy, mesh=shape)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     threads = threading.enumerate()
     with Watch(model, TIMEOUT * 30) if is_watched else contextlib.nullcontext() as watch:
@@ -214,7 +210,7 @@ def test_ranks_that_use_different_parameters_still_agree_and_train_as_a_whole_mo
 
 @on_ranks(1)
 def test_a_single_rank_has_no_agreement_to_check() -> None:
-    model = sharded(shape=(1,))
+    model = sharded_model(mesh=(1,))
     with Watch(model) as watch:
         step(model, draw_tokens(0))
         watch.check()
@@ -239,7 +235,7 @@ class Timed(dist.Work):
 
 @on_ranks(1)
 def test_a_gpu_collective_is_polled_without_a_timeout_that_makes_nccl_abort() -> None:
-    watch = Watch(sharded(shape=(1,)))
+    watch = Watch(sharded_model(mesh=(1,)))
     watch._looks = True
     work = Timed()
     with mock.patch.object(dist, "Work", Timed):
@@ -258,7 +254,7 @@ REPLICATED = [((2, 2), "hsdp", 3, "rank 1 against rank 3"), ((3,), "no_shard", 1
 
 def damaged(shape: tuple[int, ...], strategy: str, broken: int | None) -> tuple[str, int]:
     """Flip one bit of two blocks on one rank between two steps; return the error, and the number of steps begun."""
-    model, tokens = sharded(strategy, shape), draw_tokens(dist.get_rank())
+    model, tokens = sharded_model(strategy, mesh=shape), draw_tokens(dist.get_rank())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     number = 0
     try:
@@ -292,7 +288,7 @@ def test_undamaged_replicas_agree_and_single_shards_are_not_compared(shape: tupl
 
 @on_ranks(2)
 def test_a_check_looks_at_replicas_at_once_and_frozen_parameters_count() -> None:
-    model = sharded("no_shard", (2,))
+    model = sharded_model("no_shard", mesh=(2,))
     with Watch(model, TIMEOUT * 30, replica_interval=1000) as watch:
         watch.check()
         if dist.get_rank() == 1:
@@ -322,7 +318,7 @@ def test_replicas_over_tensor_parallel_ranks_are_compared_on_all_ranks() -> None
 
 @on_ranks(3, timeout=60)
 def test_a_rank_that_left_its_watch_is_not_taken_for_dead() -> None:
-    model, tokens = sharded(), draw_tokens(dist.get_rank())
+    model, tokens = sharded_model(), draw_tokens(dist.get_rank())
     train_past_the_comparison_of_orders(model)
     store = dist.distributed_c10d._get_default_store()
     if dist.get_rank() != 0:

@@ -13,8 +13,8 @@ from torch import nn
 from dbuffer import CollectiveCall, observe_collectives
 from megatron_fsdp import AdamW, ConfigError, NonfiniteGradientError, check_gradients, clip_grad_norm_
 from tests.harness import on_ranks
-from tests.harness.models import Model, draw_tokens, loss_of, make_mesh, make_model
-from tests.harness.oracle import differing, shard_model, whole_state
+from tests.harness.models import Model, draw_tokens, loss_of
+from tests.harness.oracle import differing, sharded_model, whole_state
 
 LAYOUTS = {"zero 3": ("optim_grads_params", (3,)), "zero 1": ("optim", (2,)), "hfsdp": ("hfsdp", (2, 2))}
 
@@ -25,7 +25,7 @@ def num_ranks(layout: str) -> int:
 
 def sharded(layout: str) -> Model:
     strategy, shape = LAYOUTS[layout]
-    return shard_model(make_model(), make_mesh(shape), strategy)
+    return sharded_model(strategy, mesh=shape)
 
 
 def backward(model: Model, step: int, value: float | None = None) -> None:

@@ -6,14 +6,13 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
 from dbuffer.events import CollectiveCall, observe_collectives
-from megatron_fsdp import LocalShard, MixedPrecisionPolicy, fully_shard, local_shards
+from megatron_fsdp import LocalShard, MixedPrecisionPolicy, local_shards
+from tests.functional.megatron_fsdp.transfer.tensor_parallel import tensor_parallel_stack
 from tests.harness import on_ranks
-from tests.harness.models import Block, Stack, make_model
+from tests.harness.models import Block, make_model
 from tests.harness.oracle import STRATEGIES, sharded, token_loss
 
 TWO_AXES = ("hsdp", "hfsdp", "no_shard on two axes", "optim_grads_params on two axes")
@@ -54,13 +53,7 @@ def test_senders_of_local_shards_have_each_element_of_the_plain_model_once(strat
 @on_ranks(4)
 def test_parts_of_tensor_parallel_weights_have_their_place_in_the_whole_one() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    torch.manual_seed(1)
-    plain = Stack(Block(), Block(hidden=5))
-    model = copy.deepcopy(plain)
-    for layer in model.layers:
-        for linear, dim in ((layer.up, 0), (layer.down, 1)):
-            linear.weight = nn.Parameter(distribute_tensor(linear.weight.detach(), mesh["tp"], [Shard(dim)]))
-        fully_shard(layer, mesh=mesh["dp"])
+    plain, model = tensor_parallel_stack(mesh, Block(), Block(hidden=5))
     shards = {name: shard for name, shard in local_shards(model).items() if name.endswith(("up.weight", "down.weight"))}
     found = put_together(shards)
     assert len(found) == 4

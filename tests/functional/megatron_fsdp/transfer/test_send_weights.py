@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
 from dbuffer.mesh import new_group
 from megatron_fsdp import (
@@ -19,12 +18,12 @@ from megatron_fsdp import (
     MixedPrecisionPolicy,
     TransferError,
     TransferLayout,
-    fully_shard,
     plan_transfer,
     receive_weights,
     send_weights,
     weight_layout,
 )
+from tests.functional.megatron_fsdp.transfer.tensor_parallel import tensor_parallel_stack
 from tests.harness import on_ranks
 from tests.harness.models import Block, Stack, make_model
 from tests.harness.oracle import STRATEGIES, sharded, token_loss
@@ -77,14 +76,7 @@ def test_engine_slices_equal_the_plain_models_to_the_bit() -> None:
 @on_ranks(4)
 def test_tensor_parallel_weights_go_to_another_degree() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    torch.manual_seed(1)
-    plain = Stack(Block(hidden=10), Block(hidden=6))
-    model = copy.deepcopy(plain)
-    for layer in model.layers:
-        for linear, dim in ((layer.up, 0), (layer.down, 1)):
-            linear.weight = nn.Parameter(distribute_tensor(linear.weight.detach(), mesh["tp"], [Shard(dim)]))
-        fully_shard(layer, mesh["dp"])
-    fully_shard(model, mesh["dp"])
+    plain, model = tensor_parallel_stack(mesh, Block(hidden=10), Block(hidden=6))
     for seed, engine in enumerate(([0, 1, 2, 3], [1], [3, 0, 2])):
         deliver(model, plain, engine, seed, torch.bfloat16)
 

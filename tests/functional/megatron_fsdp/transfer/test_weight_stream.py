@@ -31,6 +31,7 @@ from megatron_fsdp import (
     weight_version,
 )
 from tests.functional.expert_parallel import shard_experts
+from tests.functional.megatron_fsdp.transfer.tensor_parallel import tensor_parallel_stack
 from tests.harness import on_ranks
 from tests.harness.grids import covering
 from tests.harness.models import Block, Model, Stack, make_model
@@ -147,14 +148,7 @@ def test_a_plain_model_streams_too() -> None:
 @on_ranks(lambda shape: shape[0] * shape[1])
 def test_tensor_parallel_parts_are_put_together(shape: tuple[int, int], bucket_bytes: int) -> None:
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
-    torch.manual_seed(1)
-    plain = Stack(Block(), Block(hidden=5))
-    model = copy.deepcopy(plain)
-    for layer in model.layers:
-        for linear, dim in ((layer.up, 0), (layer.down, 1)):
-            linear.weight = nn.Parameter(distribute_tensor(linear.weight.detach(), mesh["tp"], [Shard(dim)]))
-        fully_shard(layer, mesh=mesh["dp"])
-    fully_shard(model, mesh=mesh["dp"])
+    plain, model = tensor_parallel_stack(mesh, Block(), Block(hidden=5))
     assert_same(dict(weight_stream(model, bucket_bytes=bucket_bytes)), expected(plain, torch.bfloat16))
 
 

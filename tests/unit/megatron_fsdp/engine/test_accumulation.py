@@ -1,22 +1,15 @@
 """The sum of a group's gradients exists from the first gradient of a step until ``.grad`` shows it."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_fsdp import Placements, StateError, fully_shard, no_sync
 from megatron_fsdp.engine.accumulation import GradBinding, PendingGradient
 
-
-@pytest.fixture(autouse=True)
-def eight_ranks() -> Iterator[None]:
-    torch.distributed.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
-    yield
-    torch.distributed.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("eight_ranks")
 
 
 def linear(placements: Placements | None = None) -> tuple[Any, GradBinding]:

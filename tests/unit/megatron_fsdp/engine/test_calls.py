@@ -1,24 +1,17 @@
 """The clock that orders starts and ends of units' calls, also if forward raises, recomputes or skips the root."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 from dbuffer.events import listen
 from megatron_fsdp import fully_shard
 from megatron_fsdp.engine.unit import Call, Unit
 
-
-@pytest.fixture(autouse=True)
-def eight_ranks() -> Iterator[None]:
-    torch.distributed.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
-    yield
-    torch.distributed.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("eight_ranks")
 
 
 @pytest.fixture

@@ -1,22 +1,15 @@
 """Gradient memory that a communication thread releases late is reused; tensors that a user keeps stay valid."""
 
-from collections.abc import Iterator
 from unittest import mock
 
 import pytest
 import torch
 from torch import nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_fsdp import Placements, fully_shard
 from megatron_fsdp.engine import accumulation
 
-
-@pytest.fixture(autouse=True)
-def eight_ranks() -> Iterator[None]:
-    torch.distributed.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
-    yield
-    torch.distributed.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("eight_ranks")
 
 
 @pytest.mark.parametrize("is_let_go", [True, False])

@@ -1,30 +1,24 @@
 """The calls that sharding adds to a block in one training step."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard
 from megatron_fsdp.engine import fused_linear as fuse
 from megatron_fsdp.engine.params import SMALL_NUMEL
 
+pytestmark = pytest.mark.usefixtures("eight_ranks")
+
 WIDTH = 32
 # Python and C calls that sharding adds to a block, without the optimizer: with fused linear layers, and with layers too
 # small to fuse. FSDP2 of torch 2.13 adds 2,319 in FP32 and 2,411 in bf16.
 MAX_CALLS = {("fp32", False): 338, ("fp32", True): 415, ("bf16", False): 356, ("bf16", True): 405}
-
-
-@pytest.fixture(autouse=True)
-def eight_ranks() -> Iterator[None]:
-    torch.distributed.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
-    yield
-    torch.distributed.destroy_process_group()
 
 
 class Block(nn.Module):

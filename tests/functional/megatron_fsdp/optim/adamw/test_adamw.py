@@ -36,11 +36,8 @@ from tests.harness.models import (
     draw_tokens,
     inputs,
     loss_of,
-    make_mesh,
-    make_model,
-    world_mesh,
 )
-from tests.harness.oracle import differing, shard_model, train, whole, whole_state
+from tests.harness.oracle import differing, sharded_model, train, whole, whole_state
 
 BF16, FP32 = torch.bfloat16, torch.float32
 State: TypeAlias = dict[str, Any]
@@ -59,7 +56,7 @@ LAYOUTS = [
 
 def run_with(make: Make, strategy: str, mesh: tuple[int, ...], policy: str) -> tuple[Model, torch.optim.Optimizer]:
     """Train with two param groups and a schedule that changes both rates in every step."""
-    model = shard_model(make_model(), make_mesh(mesh), strategy, POLICIES[policy])
+    model = sharded_model(strategy, mesh=mesh, mp_policy=POLICIES[policy])
     optimizer = make(two_groups(model), lr=0.01)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
     for step in range(4):
@@ -117,7 +114,7 @@ def test_16_bit_weights_and_moments_are_rounded_once_a_step(weights: torch.dtype
 @pytest.mark.parametrize("strategy", ["optim_grads", "optim", "no_shard"])
 @on_ranks(2)
 def test_sharded_compute_weights_are_current_right_after_a_step(strategy: str) -> None:
-    model = shard_model(make_model(), world_mesh(), strategy, POLICIES["bf16 compute"])
+    model = sharded_model(strategy, mp_policy=POLICIES["bf16 compute"])
     before = whole_state(model)
     train(model, AdamW(two_groups(model), lr=0.1), range(1), [dist.get_rank()])
     assert len(differing(whole_state(model), before, 0.01)) > 10
@@ -135,7 +132,7 @@ def test_sharded_compute_weights_are_current_right_after_a_step(strategy: str) -
 
 @on_ranks(2)
 def test_the_norm_is_that_of_the_optimizers_own_parameters() -> None:
-    model = shard_model(make_model(), world_mesh())
+    model = sharded_model()
     tokens = draw_tokens(dist.get_rank())
     loss_of(model(tokens), tokens).backward()
     optimizer = AdamW([p for p in model.parameters() if p.ndim > 1], lr=0.1, max_norm=float("inf"))
@@ -229,7 +226,7 @@ OPTIMIZER_CHANGES: dict[str, Callable[[torch.optim.Optimizer, int], object]] = {
 
 
 def step_through(name: str, make: Make) -> tuple[State, torch.optim.Optimizer]:
-    model = shard_model(make_model(), world_mesh())
+    model = sharded_model()
     optimizer = make(two_groups(model), lr=0.01)
     for step in range(4):
         tokens = draw_tokens(dist.get_rank(), step)
@@ -264,8 +261,7 @@ WAYS = [("ours", "torch's"), ("torch's", "ours"), ("ours", "ours")]
 
 def sharded(make: Make, seed: int = 0, strategy: str = "optim_grads_params") -> tuple[Model, torch.optim.Optimizer]:
     """Return a sharded model and an optimizer over its trainable parameters."""
-    mesh = make_mesh((2, dist.get_world_size() // 2) if strategy == "hfsdp" else (dist.get_world_size(),))
-    model = shard_model(make_model(seed), mesh, strategy)
+    model = sharded_model(strategy, seed)
     return model, make([p for p in model.parameters() if p.requires_grad], lr=0.01)
 
 

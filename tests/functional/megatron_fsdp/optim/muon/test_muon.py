@@ -43,7 +43,7 @@ from tests.functional.megatron_fsdp.optim.muon.muon_model import (
 from tests.harness import on_ranks, run_ranks
 from tests.harness.grids import nightly_but
 from tests.harness.models import make_mesh, make_model, world_mesh
-from tests.harness.oracle import differing, shard_model, train, whole_state
+from tests.harness.oracle import differing, sharded_model, train, whole_state
 
 OPTIONS: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1}
 _REPLICATED, _SUMS, _CUT = (Replicate(), Replicate()), (Partial(), Partial()), (Flat(), Flat())
@@ -342,7 +342,7 @@ def test_groups_by_rule_train_the_model_that_one_process_trains() -> None:
     def groups(model: nn.Module) -> list[dict[str, Any]]:
         return muon_param_groups(model, views={"*experts": MatrixView(batch_dims=1)}, adamw=("head.weight",))
 
-    model = shard_model(make_model(), world_mesh())
+    model = sharded_model()
     train(model, fully_shard_optimizer(Muon(groups(model), **OPTIONS)), range(3), [dist.get_rank()])
     whole = make_model()
     train(whole, Muon(groups(whole), **OPTIONS), range(3), range(2))

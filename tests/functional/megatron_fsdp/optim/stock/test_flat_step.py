@@ -23,8 +23,8 @@ from megatron_fsdp.engine.param_group import group_of_parameter
 from tests.functional.adamw_comparison import differing_state, differing_values, two_groups
 from tests.harness import on_ranks, run_ranks
 from tests.harness.grids import nightly_but
-from tests.harness.models import Model, make_mesh, make_model
-from tests.harness.oracle import differing, shard_model, train, whole_state
+from tests.harness.models import Model
+from tests.harness.oracle import differing, sharded_model, train, whole_state
 
 OPTIM = torch.optim
 KINDS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
@@ -382,7 +382,7 @@ def stock(kind: type[Optimizer], model: Model) -> Optimizer:
 def compare_stock(strategy: str, mesh: tuple[int, ...], policy: MixedPrecisionPolicy | None = None) -> list[str]:
     """Train on flat memory and parameter by parameter; then continue each run with the other run's state."""
     kinds = torch.optim.SGD, not_flat(torch.optim.SGD)
-    models = [shard_model(make_model(), make_mesh(mesh), strategy, policy) for _ in kinds]
+    models = [sharded_model(strategy, mesh=mesh, mp_policy=policy) for _ in kinds]
     optimizers = [stock(kind, model) for kind, model in zip(kinds, models, strict=True)]
     for model, optimizer in zip(models, optimizers, strict=True):
         train(model, optimizer, range(3), [dist.get_rank()])

@@ -15,8 +15,8 @@ from dbuffer.errors import PlacementError
 from megatron_fsdp import fully_shard_optimizer
 from tests.harness import on_ranks, run_ranks
 from tests.harness.grids import nightly_but
-from tests.harness.models import Model, draw_tokens, loss_of, make_mesh, make_model, world_mesh
-from tests.harness.oracle import differing, shard_model, train, whole_state
+from tests.harness.models import Model, draw_tokens, loss_of, make_mesh, make_model
+from tests.harness.oracle import differing, sharded_model, train, whole_state
 
 NUM_STEPS = 3
 LAYOUTS = {"three ranks": ("optim_grads_params", (3,)), "hybrid": ("hfsdp", (2, 2))}
@@ -46,7 +46,7 @@ def run(name: str, model: Model, ranks: list[int]) -> dict[str, torch.Tensor]:
 
 def train_with_each(strategy: str, mesh_shape: tuple[int, ...]) -> dict[str, dict[str, torch.Tensor]]:
     mesh = make_mesh(mesh_shape)
-    return {name: run(name, shard_model(make_model(), mesh, strategy), [dist.get_rank()]) for name in OPTIMIZERS}
+    return {name: run(name, sharded_model(strategy, mesh=mesh), [dist.get_rank()]) for name in OPTIMIZERS}
 
 
 @pytest.mark.parametrize("layout", nightly_but(["three ranks"], LAYOUTS))
@@ -77,7 +77,7 @@ def step_on_given_gradients(model: Model, options: dict[str, Any]) -> dict[str, 
 def test_orthogonal_updates_equal_the_whole_models() -> None:
     for options in MUON:
         wanted = step_on_given_gradients(make_model(), options)
-        weights = step_on_given_gradients(shard_model(make_model(), make_mesh((2, 2)), "hfsdp"), options)
+        weights = step_on_given_gradients(sharded_model("hfsdp", mesh=(2, 2)), options)
         assert differing(weights, wanted, 1e-5) == []
 
 
@@ -105,14 +105,14 @@ def search(model: Model, ranks: list[int]) -> dict[str, torch.Tensor]:
 @on_ranks(3)
 def test_a_line_search_over_all_parameters_as_one_vector_equals_the_whole_models() -> None:
     wanted = search(make_model(), [0, 1, 2])
-    weights = search(shard_model(make_model(), make_mesh((3,))), [dist.get_rank()])
+    weights = search(sharded_model(mesh=(3,)), [dist.get_rank()])
     assert differing(weights, wanted, 1e-4) == []
 
 
 @pytest.mark.parametrize("name", ["SGD", "RMSprop"])
 @on_ranks(3)
 def test_state_has_the_rows_of_its_parameters_with(name: str) -> None:
-    model = shard_model(make_model(), make_mesh((3,)))
+    model = sharded_model(mesh=(3,))
     optimizer = fully_shard_optimizer(make_optimizer(name, model))
     train(model, optimizer, range(2), [dist.get_rank()])
     assert [
@@ -186,7 +186,7 @@ def train_mixed(model: nn.Module, name: str, ranks: list[int], *, is_implicit: b
 
 
 def train_sharded(name: str, is_implicit: bool) -> State | str:
-    model = shard_model(make_model(), world_mesh())
+    model = sharded_model()
     try:
         return train_mixed(model, name, [dist.get_rank()], is_implicit=is_implicit)
     except PlacementError as error:
