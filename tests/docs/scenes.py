@@ -81,6 +81,7 @@ SCENES = {
     "docs/compatibility.md": Scene(given=_WHOLE),
     "docs/gradient_scale.md": Scene(given=_SHARDED),
     "docs/huggingface.md": Scene(
+        # test_accelerate.py runs the block that makes a Trainer.
         elsewhere=(
             (
                 "with accelerate_fsdp2():",

@@ -47,9 +47,10 @@ REFUSALS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("OwnershipError", r"is the same tensor as '.*' of unit '.*', which owns it already", ("tie",)),
     # A plain tensor of unknown origin together with a sharded one.
     ("PlacementError", r"found a plain tensor of shape .* beside a sharded one", ("borrowing",)),
-    # This error names no parameter. Its causes are a weight used in another unit, outside of its module, and a tensor
-    # from the middle of a unit, computed after the unit's output.
-    ("RuntimeError", r"is at version 1000000000; expected version 0", ("borrowing", "stash")),
+    # This error names no parameter. Its causes are a weight used in another unit, outside of its module, a tensor from
+    # the middle of a unit, computed after the unit's output, and a penalty on gathered weights that a second backward
+    # reads.
+    ("RuntimeError", r"is at version 1000000000; expected version 0", ("borrowing", "stash", "kept penalty")),
     # The hook of a weight that is also used outside of its unit.
     ("StateError", r"has a post-accumulate-grad hook, and this backward reached it twice", ("posthook",)),
     ("StateError", r"cannot be deep-copied: its parameters are views of buffers", ("copy",)),
@@ -216,6 +217,8 @@ class _Run:
         )
         for first, *others in map(str.split, self.done):
             found |= {first, *(f"{first} {word}" for word in others)}
+        if {"forward penalty", "forward shown", "backward twice"} <= found:
+            found.add("kept penalty")
         return found
 
     # ------------------------------------------------------------------ comparison

@@ -4,6 +4,7 @@ accelerate takes its FSDP path on accelerators only, so the tests tell its state
 """
 
 import functools
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from dbuffer import observe_collectives
 from megatron_fsdp import FsdpModule
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.huggingface import accelerate_fsdp2
+from tests.docs.blocks import blocks_of
 from tests.functional.megatron_fsdp.uneven.programs import PROGRAMS
 from tests.functional.megatron_fsdp.uneven.programs import train as train_on_routes
 from tests.harness.oracle import whole_state
@@ -33,6 +35,7 @@ from tests.harness.twins import Twins
 from tests.integration.adapters import QUIET, make_lora
 from tests.integration.ranks import run_ranks
 from tests.integration.tiny_models import (
+    Samples,
     draw_tokens,
     generated,
     make_model,
@@ -43,6 +46,17 @@ from tests.integration.tiny_models import (
 )
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
+
+
+@contextmanager
+def chdir(folder: Path) -> Iterator[None]:
+    """Run the block in a folder; ``contextlib.chdir`` is new in Python 3.11."""
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
 
 
 @contextmanager
@@ -217,6 +231,25 @@ def test_the_trainer_s_own_fsdp_saves_resumes_and_loads_the_best_model(kind: str
     plain = make_model("llama" if is_adapter else kind)
     loaded = PeftModel.from_pretrained(plain, saved) if is_adapter else type(plain).from_pretrained(saved)
     assert worst(whole_state(loaded), found["best"]) == 0
+
+
+def train_as_on_the_page(folder: Path) -> tuple[bool, float]:
+    """Run the Trainer block of docs/huggingface.md; return whether its model is sharded, and how far it moved."""
+    block = next(block for block in blocks_of("docs/huggingface.md") if "trainer.train()" in block.code)
+    names: dict[str, Any] = {"model": make_model("llama"), "rows": Samples()}
+    start = whole_state(names["model"])
+    # It writes to runs/.
+    with chdir(folder), fsdp_on_cpu():
+        exec(block.code, names)
+    return isinstance(names["trainer"].model, FsdpModule), worst(whole_state(names["trainer"].model), start)
+
+
+# The page is for GPUs, where the Trainer pins memory.
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning")
+def test_the_block_of_the_page_trains_a_sharded_model(tmp_path: Path) -> None:
+    for is_sharded, movement in run_ranks(2, train_as_on_the_page, tmp_path):
+        assert is_sharded
+        assert movement > 1e-5
 
 
 # ---------------------------------------------------------------- refused

@@ -120,6 +120,8 @@ class Stream:
 
     def wait_event(self, event: Any) -> None: ...
 
+    def synchronize(self) -> None: ...
+
     def record_event(self, event: Any = None) -> Any:
         return object()
 
