@@ -143,9 +143,6 @@ EQUIVALENT: dict[str, str] = {
     "Unit.reshard: `if self.weight_state is WeightState.GATHERING` taken as True": (
         "for weights that are there it shows what is shown anyway"
     ),
-    "final_callback: `if not state.is_manual` taken as True": (
-        "gradients are final sooner, which test_manual_finalization.py sees"
-    ),
     "_finalize: `join_lanes()` at the end of its block": (
         "what completes gradients waits for its own tickets, and the caller's compute comes after both places"
     ),
