@@ -45,11 +45,9 @@ SUM = ("backward flag", "backward no_sync", "backward microbatch")
 REFUSALS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     # Refusals of fully_shard.
     ("OwnershipError", r"is the same tensor as '.*' of unit '.*', which owns it already", ("tie",)),
-    # A plain tensor of unknown origin together with a sharded one.
-    ("PlacementError", r"found a plain tensor of shape .* beside a sharded one", ("borrowing",)),
-    # This error names no parameter. Its causes are a weight used in another unit, outside of its module, a tensor from
-    # the middle of a unit, computed after the unit's output, and a penalty on gathered weights that a second backward
-    # reads.
+    # This error names no parameter. Its causes are a weight that stays gathered after forward and is used in another
+    # unit, a tensor from the middle of a unit, computed after the unit's output, and a penalty on gathered weights that
+    # a second backward reads.
     ("RuntimeError", r"is at version 1000000000; expected version 0", ("borrowing", "stash", "kept penalty")),
     # The hook of a weight that is also used outside of its unit.
     ("StateError", r"has a post-accumulate-grad hook, and this backward reached it twice", ("posthook",)),
