@@ -24,7 +24,10 @@ from megatron_fsdp.engine.streams import HOST_READS, join_lanes, wait_for_host_r
 from megatron_fsdp.engine.unit import Root, Unit, WeightState, is_in_backward, task_id
 from megatron_fsdp.errors import StateError
 
-__all__ = ["begin_backward", "complete_gradients", "final_callback", "recover", "reset", "start_pending_reductions"]
+__all__ = [
+    "begin_backward", "complete_gradients", "final_callback", "recover", "refuse_in_backward", "reset",
+    "start_pending_reductions",
+]  # fmt: skip
 
 
 # ---------------------------------------------------------------- backward begins
@@ -120,18 +123,23 @@ def final_callback(root: Root) -> None:
         tell("backward", root)
 
 
-def complete_gradients(root: Root) -> None:
-    """Complete, outside of any backward, the gradients that earlier backwards left unreduced or unfinished.
-
-    Raises:
-        StateError: called in a backward, from a hook for example.
-    """
+def refuse_in_backward(root: Root) -> None:
+    """Raise ``StateError`` in a backward, in which gradients cannot be completed."""
     if is_in_backward():
         outermost = root.outermost()
         raise StateError(
             f"unit {'' if outermost is None else outermost.name!r}: gradients cannot be completed in a backward. "
             "fix: call finalize_backward(), wait() or finish_grad_sync() after loss.backward() has returned"
         )
+
+
+def complete_gradients(root: Root) -> None:
+    """Complete, outside of any backward, the gradients that earlier backwards left unreduced or unfinished.
+
+    Raises:
+        StateError: called in a backward, from a hook for example.
+    """
+    refuse_in_backward(root)
     state = root.backward
     if listeners:
         tell("finish", root)
@@ -208,7 +216,8 @@ def _finalize(root: Root, units: list[Unit]) -> None:
         assert group.gradients is not None
         group.gradients.binding.show()
         if is_last:
-            group.freshness.is_suspect = True
+            # A step follows, which may change main weights without a trace.
+            group.freshness.mark_gathered_changed()
 
 
 def _complete_groups(unit: Unit, is_last: bool) -> list[ParameterGroup]:
@@ -315,7 +324,11 @@ def start_pending_reductions(root: Root) -> None:
     """Issue outside of a backward the reductions of gradients kept on this rank; ``complete_gradients`` ends them."""
     recover(root)
     _discard_dropped_sums(root)
-    _reduce_kept(root.units())
+    try:
+        _reduce_kept(root.units())
+    except BaseException:
+        _mark_incomplete(root)
+        raise
 
 
 def _buffers(root: Root) -> list[GradientBuffer]:

@@ -61,7 +61,7 @@ class Freshness:
         self.generation = self.gathered_generation = 0
 
     def mark_gathered_changed(self) -> None:
-        """Mark the gathered weights, and the parts kept of them, as changed, so that they are not used again."""
+        """Mark the gathered weights, and the parts kept of them, as old, so that no forward uses them again."""
         self.is_suspect = True
         self.generation += 1
 
@@ -77,7 +77,10 @@ class Freshness:
     def refreshed(self) -> None:
         """Mark the weights at rest as fresh; called last, so that a refresh that raised is made again."""
         self.generation += 1
-        self.has_changed = self.is_suspect = False
+        self.has_changed = False
+        # An evaluation may come between the backward and the step. The training forward after the step refreshes again.
+        if torch.is_grad_enabled():
+            self.is_suspect = False
 
     def look_again(self) -> None:
         """Resynchronize the version counters after a write that did not change the main weights."""
@@ -86,6 +89,19 @@ class Freshness:
     def gathered_are_old(self) -> bool:
         """Return whether gathered weights are older than main weights."""
         return self.notice_changes() or self.gathered_generation != self.generation
+
+
+def _count_fused_step(optimizer: Optimizer) -> None:
+    """Change the version counters of what PyTorch's fused kernels stepped, which do not do so for DTensors.
+
+    This library's kernels count by themselves. A second count would make split main weights drop their low halves.
+    """
+    if getattr(optimizer, "steps_split_weights", False):
+        return
+    for group in optimizer.param_groups:
+        if group.get("fused"):
+            stepped = [param for param in group["params"] if param.grad is not None and isinstance(param, DTensor)]
+            torch.autograd.graph.increment_version(param._local_tensor for param in stepped)
 
 
 @functools.cache
@@ -115,10 +131,7 @@ def hear_of_steps(check: Callable[[Optimizer], None], announce: Callable[[Optimi
     def after(optimizer: Optimizer, *_: object) -> None:
         if optimizer not in _REFRESHING:
             announce(optimizer)
-        if optimizer.defaults.get("fused"):
-            # A fused step does not change the version counters of DTensors.
-            stepped = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-            torch.autograd.graph.increment_version(p._local_tensor for p in stepped if isinstance(p, DTensor))
+        _count_fused_step(optimizer)
 
     # Not traced into a compiled step, where the count would be a constant.
     register_optimizer_step_post_hook(_disable_dynamo(after))

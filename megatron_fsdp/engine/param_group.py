@@ -502,8 +502,8 @@ class WeightBuffers:
 
 
 _GROUPS: WeakIdKeyDictionary = WeakIdKeyDictionary()
-# For each optimizer: the number of its parameters, and their groups. Empty after another parameter was recorded.
-_STEPPED: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[weakref.ref[ParameterGroup]]]] = (
+# For each optimizer: the ids of its parameters, and their groups. Empty after another parameter was recorded.
+_STEPPED: weakref.WeakKeyDictionary[Optimizer, tuple[list[int], list[weakref.ref[ParameterGroup]]]] = (
     weakref.WeakKeyDictionary()
 )
 
@@ -522,11 +522,12 @@ def note_group(parameter: torch.Tensor, group: ParameterGroup) -> None:
 
 def _groups_stepped_by(optimizer: Optimizer) -> list[ParameterGroup]:
     """Return the groups of an optimizer's sharded parameters."""
-    num_params = sum(len(group["params"]) for group in optimizer.param_groups)
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    ids = [*map(id, params)]
     known = _STEPPED.get(optimizer)
-    if known is None or known[0] != num_params:
-        groups = (group_of_parameter(p) for group in optimizer.param_groups for p in group["params"])
-        known = num_params, [weakref.ref(group) for group in dict.fromkeys(groups) if group is not None]
+    if known is None or known[0] != ids:
+        groups = dict.fromkeys(map(group_of_parameter, params))
+        known = ids, [weakref.ref(group) for group in groups if group is not None]
         _STEPPED[optimizer] = known
     return [group for reference in known[1] if (group := reference()) is not None]
 
@@ -548,6 +549,7 @@ class ParameterGroup:
         is_writable: gathered weights may be changed, inside ``unsharded(model, writeback=True)``.
         freshness: the age of the compute weights.
         reduce_hook, reduce_function: see ``set_reduction``.
+        gradient_weight: this rank's gradients are multiplied by it (``GradientBuffer.weigh``).
     """
 
     weights: WeightBuffers
@@ -568,6 +570,7 @@ class ParameterGroup:
         self.plan, self.spec, self.owned = plan, spec, tuple(owned)
         self.reduce_hook: Callable[[torch.Tensor], None] | None = None
         self.reduce_function: ReduceFunction | None = None
+        self.gradient_weight = 1.0
 
     def unshard(self) -> None:
         """Gather the weights of the whole unit, and register the unsharded parameters: ``FSDPModule.unshard``."""

@@ -230,6 +230,7 @@ def make_gradients(group: ParameterGroup) -> None:
     else:
         group.gradients = invariant_gradients(group.main_weight, spec, group.fsdp_params)
     group.gradients.rename(group.name)
+    group.gradients.weigh(group.gradient_weight)
     set_reduction(group)
     if dtypes.reduce.itemsize > dtypes.compute.itemsize:
         # Keep autograd functions' gradients in their own dtype when it is wider than the compute dtype.
@@ -436,12 +437,20 @@ def follow_requires_grad(unit: Unit, group: ParameterGroup, changed: Sequence[in
 
 def leave_taken_gradients(unit: Unit, group: ParameterGroup) -> None:
     """Make another gradient buffer if the user still has a tensor in ``main_grad``, so that it keeps its values."""
-    assert group.gradients is not None
-    group.gradients.binding.release_if_dropped()
-    if group.gradients.binding.memory.is_taken:
-        group.gradients.is_replaced = True
+    old = group.gradients
+    assert old is not None
+    old.binding.release_if_dropped()
+    if not old.binding.memory.is_taken or old.binding.sum is not None:
+        # A sum under way lies in the same memory, and is refused or dropped first.
+        return
+    try:
         make_gradients(group)
         follow_gradients(unit)
+    except BaseException:
+        group.gradients = old
+        unit.count_gradients()
+        raise
+    old.is_replaced = True
 
 
 def materialize_unit(unit: Unit) -> None:

@@ -15,7 +15,7 @@ from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 
-from megatron_fsdp.engine.final_callback import complete_gradients, reset, start_pending_reductions
+from megatron_fsdp.engine.final_callback import complete_gradients, refuse_in_backward, reset, start_pending_reductions
 from megatron_fsdp.engine.forward import post_forward, pre_forward
 from megatron_fsdp.engine.fused_linear import fuse_linear_layers
 from megatron_fsdp.engine.param_group import ParameterGroup
@@ -66,11 +66,12 @@ class GradientReductionHandle:
         Raises:
             StateError: ``reset_iter_state`` dropped the gradients.
         """
-        root, self._root = self._root, None
+        root = self._root
         if root is not None:
             if root.backward.awaited != id(self):
                 raise StateError("wait() after reset_iter_state(), which dropped the gradients; run it again")
-            root.backward.awaited = 0
+            refuse_in_backward(root)
+            self._root, root.backward.awaited = None, 0
             complete_gradients(root)
 
 

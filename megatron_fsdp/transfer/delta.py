@@ -203,6 +203,8 @@ class DeltaStream(Iterator[DeltaBucket]):
         self._catalog, self._tracker = WeightCatalog.of(model), tracker_of(model)
         self.version = self._tracker.current()
         self._report: DeltaReport | None = None
+        # What the receiver has after the stream: a buffer may change during it.
+        self._sent: _Remembered | None = None
         self._caller = CallerStreams(self._catalog.device)
         self._running: Iterator[DeltaBucket] = self._run()
         self._is_done = False
@@ -223,11 +225,8 @@ class DeltaStream(Iterator[DeltaBucket]):
         try:
             return next(self._running)
         except StopIteration:
-            if not self._is_done:
-                self._caller.before_gather()
-                remember_weights(self._model, dtype=self._remembered.dtype)
-                self._caller.bucket_landed()
-                self._caller.end()
+            if not self._is_done and self._sent is not None:
+                _REMEMBERED[unwrapped(self._model)] = self._sent
                 self._is_done = True
             raise
 
@@ -253,6 +252,8 @@ class DeltaStream(Iterator[DeltaBucket]):
             counts = _counts(catalog, changed)
             sums = _checksums(catalog, own)
             loose = _changed_loose(catalog, remembered)
+            sent = {weight.name: value for weight, value in loose}
+            self._sent = _Remembered(self.version, remembered.dtype, own, {**remembered.loose, **sent})
             self._report = _report(catalog, counts, own, loose)
             self._caller.bucket_landed()
             for each, new, old, mask, count in zip(

@@ -191,5 +191,7 @@ def join(
 def weigh(groups: Iterable[ParameterGroup], weight: float) -> None:
     """Multiply this rank's gradients of some groups; 0 stands for zeros."""
     for group in groups:
+        # The group may get another gradient buffer before its next backward.
+        group.gradient_weight = weight
         if group.gradients is not None:
             group.gradients.weigh(weight)
