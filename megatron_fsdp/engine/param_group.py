@@ -129,9 +129,8 @@ def _find_stale(groups: Sequence[ParameterGroup]) -> list[ParameterGroup]:
             continue
         # A change through .data of the local part, or by a user's kernel, is not counted. So a refresh without
         # communication is done before every forward, and any refresh before every forward in evaluation.
-        if group.weights.refreshes_locally or not torch.is_grad_enabled():
-            group.freshness.is_suspect = True
-        if has_changed or group.freshness.is_suspect:
+        is_refreshed_always = group.weights.refreshes_locally or not torch.is_grad_enabled()
+        if has_changed or group.freshness.is_suspect or is_refreshed_always:
             stale.append(group)
     for group in stale:
         if group.is_meta:
