@@ -69,17 +69,17 @@ def test_join_counts_right_while_earlier_gradients_are_kept() -> None:
 
 def _copies(parameters: Iterator[nn.Parameter]) -> tuple[torch.optim.Optimizer, Callable[[], None]]:
     """Return an optimizer over FP32 copies of the local parts, and a function that steps and writes back."""
-    held = list(parameters)
-    masters = [nn.Parameter(each.to_local().detach().float().clone()) for each in held]  # type: ignore[attr-defined]
+    held: list[Any] = list(parameters)
+    masters = [nn.Parameter(each.to_local().detach().float().clone()) for each in held]
     optimizer = torch.optim.SGD(masters, lr=0.3)
 
     def step() -> None:
         for master, parameter in zip(masters, held, strict=True):
             assert parameter.grad is not None
-            master.grad = parameter.grad.to_local().float().clone()  # type: ignore[attr-defined]
+            master.grad = parameter.grad.to_local().float().clone()
         optimizer.step()
         for master, parameter in zip(masters, held, strict=True):
-            parameter.to_local().data.copy_(master)  # type: ignore[attr-defined]
+            parameter.to_local().data.copy_(master)
             parameter.grad = None
 
     return optimizer, step
