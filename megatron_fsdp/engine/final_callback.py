@@ -190,7 +190,11 @@ def _finalize(root: Root, units: list[Unit]) -> None:
     is_last = root.backward.is_last or root.backward.is_manual
     finals = [found for unit in units if unit.requires_gradient_sync and (found := _complete_groups(unit, is_last))]
     final = list(itertools.chain.from_iterable(finals))
-    sums = [group.gradients.binding.sum for group in final if group.gradients is not None]
+    buffers = [group.gradients for group in final if group.gradients is not None]
+    for buffer in buffers:
+        # What follows changes ``main_grad``. If it raises, ``mark_incomplete`` compares the number.
+        buffer.last_backward = root.backward.number
+    sums = [buffer.binding.sum for buffer in buffers]
     is_missing = 1 in b"".join([each.missing for each in sums if each is not None])
     for hook in root.hooks if is_missing else ():
         hook.on_missing(final)

@@ -87,7 +87,8 @@ class GradientBuffer:
         pack_scale: factor for gradients when they are packed. takes_products: the factor is a power of two, so that a
             scaled matrix product has the bits of an unscaled one.
         wide: holds reduced gradients of a wider dtype than ``packed``; None if reductions stay in ``packed``.
-        last_backward: number of the last backward that brought gradients. If it raises, the sum is incomplete.
+        last_backward: number of the last backward that brought or reduced gradients. If it raises, the sum is
+            incomplete.
         listener: the backward of the unit; None outside of a unit.
         is_replaced: the group has another buffer now, because the user keeps gradients that lie in this one.
         tickets: reductions to wait for. last_tickets: reductions over the remaining axes, once per step.

@@ -25,9 +25,6 @@ def reduce_last(unit: Unit) -> None:
 
     Without streams the host would have to wait here for the unit's reduce-scatter; ``finish_last`` issues it then.
     """
-    for buffer in unit.gradients:
-        # This backward changes ``main_grad``: if it raises, ``mark_incomplete`` compares the number.
-        buffer.last_backward = unit.root.backward.number
     if all(not buffer.tickets or turns(buffer.packed.device) is not None for buffer in unit.gradients):
         _issue(unit.root, unit.groups)
 

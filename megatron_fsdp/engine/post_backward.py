@@ -85,6 +85,10 @@ def close_and_reduce(unit: Unit) -> None:  # noqa: C901  # in order of time
             for hook in root.hooks:
                 hook.on_missing(unit.groups)
             break
+    for buffer in unit.gradients if complete else ():
+        # This backward changes ``main_grad``, also where its gradients came from other ranks or microbatches alone. If
+        # it raises, ``mark_incomplete`` compares the number.
+        buffer.last_backward = state.number
     # 2. Issue one reduction of all of them. On streams it follows the gathers that were issued ahead.
     GradientBuffer.reduce(complete, owner=id(unit), after=root.prefetch_tickets() if state.has_streams else ())
     for buffer in unit.gradients:

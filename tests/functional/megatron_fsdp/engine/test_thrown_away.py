@@ -14,7 +14,7 @@ from megatron_fsdp import StateError, clip_grad_norm_, no_sync
 from megatron_fsdp.engine import final_callback
 from megatron_fsdp.engine.unit import Root
 from tests.harness import on_ranks
-from tests.harness.models import Block, Headed, make_mesh, squared
+from tests.harness.models import Block, Headed, inputs, make_mesh, squared
 from tests.harness.twins import Twins, sharded
 
 
@@ -111,4 +111,30 @@ def test_a_failed_backward_has_ended_though_a_thread_still_holds_its_task(strate
         train(model, 1)
     model.zero_grad()
     twins.backward(1)
+    assert twins.gradients_apart() < 1e-6
+
+
+@pytest.mark.parametrize("strategy", ["optim", "hsdp"])
+@on_ranks(2)
+def test_a_sum_that_a_failed_backward_reduced_without_adding_to_it_is_refused(strategy: str) -> None:
+    options = {"mesh": make_mesh((2, 1))} if strategy == "hsdp" else {}
+    twins = Twins(lambda: Headed(Block(), Block(), outputs=3), strategy, **options)
+    model: Any = twins.model
+    first, second = model.layers
+
+    def explode(_: torch.Tensor) -> None:
+        raise RuntimeError("out of memory")
+
+    model.set_is_last_backward(False)
+    train(model, 0)
+    model.set_is_last_backward(True)
+    handle = next(first.parameters()).register_post_accumulate_grad_hook(explode)
+    # Only the first block gets gradients. The last reductions of all are complete when its hook raises.
+    with pytest.raises(RuntimeError, match="out of memory"):
+        first(inputs(dist.get_rank(), 1)).square().mean().backward()
+    handle.remove()
+    with pytest.raises(StateError, match="is incomplete, because the last backward raised"):
+        second(inputs(dist.get_rank(), 2)).square().mean().backward()
+    model.zero_grad()
+    twins.backward(3)
     assert twins.gradients_apart() < 1e-6
