@@ -27,7 +27,18 @@ _GRAD: Any = torch.Tensor.grad
 _get_grad, _set_grad = _GRAD.__get__, _GRAD.__set__
 # Calls a function without the overrides of subclasses; faster than disabling and enabling them.
 _plainly: Any = torch._C._disabled_torch_function_impl
-NUM_FLAGS_SET = [0]
+
+
+class Tally:
+    """A number that several modules count up and compare."""
+
+    __slots__ = ("number",)
+
+    def __init__(self) -> None:
+        self.number = 0
+
+
+FLAGS_SET = Tally()
 """How often any sharded tensor was frozen or unfrozen. Code that checks for such changes compares this one number."""
 
 
@@ -117,7 +128,7 @@ class PlacedTensor(DTensor):
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
-        NUM_FLAGS_SET[0] += 1
+        FLAGS_SET.number += 1
         with torch._C.DisableTorchFunctionSubclass():
             _REQUIRES_GRAD.__set__(self, value)
 

@@ -39,6 +39,8 @@ def split_weight(main: Tensor, model: Tensor, remainder: Tensor) -> None:
         reference_split(main, model, remainder)
         return
     launch(split_kernel, -(-main.numel() // BLOCK), main.device, main, model, remainder, main.numel())
+    # Every operator that writes in place does this.
+    torch.autograd.graph.increment_version((model, remainder))
 
 
 @without_grad

@@ -78,7 +78,7 @@ def _refuse_held_change(unit: Unit) -> None:
     Raises:
         StateError: the main weights changed inside the block.
     """
-    if unit.main_version() != unit.held_version:
+    if unit.count_changes() != unit.num_changes_held:
         names = ", ".join(repr(name) for group in unit.groups for name in group.parameters)
         raise StateError(
             f"unit {unit.name!r}: the main weights of {names} changed inside unsharded(), whose gathered weights are "

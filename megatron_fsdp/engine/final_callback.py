@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 import torch
 
-from dbuffer.dtensor.placed_tensor import NUM_FLAGS_SET
+from dbuffer.dtensor.placed_tensor import FLAGS_SET
 from dbuffer.events import listeners, tell
 from megatron_fsdp.engine.grads import GradientBuffer
 from megatron_fsdp.engine.last_reduction import finish_last, finish_last_on_compute
@@ -45,8 +45,8 @@ def begin_backward(root: Root) -> None:
     state.ending = _queue_final_callback(root)
     _discard_dropped_sums(root)
     _leave_taken_gradients(root)
-    if state.num_flags_set != NUM_FLAGS_SET[0]:
-        state.num_flags_set = NUM_FLAGS_SET[0]
+    if state.num_flags_set != FLAGS_SET.number:
+        state.num_flags_set = FLAGS_SET.number
         _update_requires_grad(root)
 
 
@@ -185,7 +185,7 @@ def _reduce_kept(units: Iterable[Unit]) -> None:
                     break
 
 
-def _finalize(root: Root, units: list[Unit]) -> None:
+def _finalize(root: Root, units: list[Unit]) -> None:  # noqa: C901  # in order of time
     """Complete the last reductions, and show the final gradients in ``.grad``."""
     is_last = root.backward.is_last or root.backward.is_manual
     finals = [found for unit in units if unit.requires_gradient_sync and (found := _complete_groups(unit, is_last))]
@@ -207,18 +207,16 @@ def _finalize(root: Root, units: list[Unit]) -> None:
     join_lanes()
     if has_last:
         finish_last_on_compute(finals)
-    for group in final:
-        assert group.gradients is not None
-        if listeners and group.gradients.rests_final:
+    for group, buffer in zip(final, buffers, strict=True):
+        if listeners and buffer.rests_final:
             tell("final", group)
-        group.gradients.binding.complete()
+        buffer.binding.complete()
         if listeners:
             tell("completed", group)
     for hook in root.hooks:
         hook.on_final(final, units, is_missing=is_missing)
-    for group in final:
-        assert group.gradients is not None
-        group.gradients.binding.show()
+    for group, buffer in zip(final, buffers, strict=True):
+        buffer.binding.show()
         if is_last:
             # A step follows, which may change main weights without a trace.
             group.freshness.mark_gathered_changed()

@@ -35,6 +35,7 @@ class Freshness:
 
     Args:
         tensors: the main weights. Their version counters grow with every change that PyTorch counts.
+        num_changes: how many changes were found in the memory that the main weights had before.
 
     Attributes:
         generation: of the weights at rest. gathered_generation: of the weights that were gathered last.
@@ -53,10 +54,10 @@ class Freshness:
         "num_changes",
     )
 
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
+    def __init__(self, tensors: list[torch.Tensor], num_changes: int = 0) -> None:
         self._tensors = tensors
         self._seen = -1
-        self.num_changes = 0
+        self.num_changes = num_changes
         self.has_changed, self.is_suspect = True, False
         self.generation = self.gathered_generation = 0
 
@@ -73,6 +74,11 @@ class Freshness:
             self._seen = version
             self.num_changes += 1
         return self.has_changed
+
+    def count_changes(self) -> int:
+        """Look for changes of the version counters; return how many were found so far."""
+        self.notice_changes()
+        return self.num_changes
 
     def refreshed(self) -> None:
         """Mark the weights at rest as fresh; called last, so that a refresh that raised is made again."""

@@ -558,7 +558,6 @@ class ParameterGroup:
     fsdp_params: FSDPParams
     parameters: dict[str, nn.Parameter]
     gradients: GradientBuffer | None
-    freshness: Freshness
     rests_whole: bool
     is_meta: bool
     is_writable = False
@@ -570,6 +569,7 @@ class ParameterGroup:
         self.reduce_hook: Callable[[torch.Tensor], None] | None = None
         self.reduce_function: ReduceFunction | None = None
         self.gradient_weight = 1.0
+        self.freshness = Freshness([])
 
     def unshard(self) -> None:
         """Gather the weights of the whole unit, and register the unsharded parameters: ``FSDPModule.unshard``."""

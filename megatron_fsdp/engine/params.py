@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from dbuffer import DBuffer
 from dbuffer.dtensor.flat_dtensor import FlatDTensor
-from dbuffer.dtensor.placed_tensor import NUM_FLAGS_SET
+from dbuffer.dtensor.placed_tensor import FLAGS_SET
 from megatron_fsdp.build.ownership import OwnedParameter
 from megatron_fsdp.engine.passes import flags_of, set_classes, set_versions, version_of, versions_of
 from megatron_fsdp.engine.streams import LastTurn
@@ -163,11 +163,11 @@ class FSDPParams:
 
     def changed_requires_grad(self) -> list[int]:
         """Return the indices of parameters that were frozen or unfrozen since compute's last use, on either object."""
-        if NUM_FLAGS_SET[0] == self._num_flags_set and self._says_flags:
+        if FLAGS_SET.number == self._num_flags_set and self._says_flags:
             return []
         required = self.required
         used, shown = flags_of(self.unsharded_params), flags_of(self.sharded_params)
-        self._num_flags_set = NUM_FLAGS_SET[0]
+        self._num_flags_set = FLAGS_SET.number
         if shown == required == used:
             return []
         changed = []

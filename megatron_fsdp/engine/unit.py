@@ -191,7 +191,7 @@ class Unit:
         requires_gradient_sync: False keeps gradients unreduced on this rank until a backward with True.
         weight_state: changed only by ``unshard``, ``wait_for_unshard`` and ``reshard``.
         num_holds: how many ``unsharded()`` blocks the unit is in; ``reshard`` does nothing then.
-        held_version: ``main_version`` when the first of these blocks began.
+        num_changes_held: ``count_changes`` when the first of these blocks began.
         gather_ticket: the ticket of a gather that compute has not waited for; None without a gather, or if all weights
             rest whole.
         slots: the source of memory for gathered weights and packed gradients.
@@ -221,7 +221,7 @@ class Unit:
         self.forward_prefetch: list[weakref.ref[Unit]] = []
         self.backward_prefetch: list[weakref.ref[Unit]] = []
         self.weight_state = WeightState.SHARDED
-        self.num_holds = self.held_version = 0
+        self.num_holds = self.num_changes_held = 0
         self.gather_ticket: Ticket | None = None
         self.gradients: tuple[GradientBuffer, ...] = ()
         self.num_gradients, self.rests_final, self.is_trained = 0, True, False
@@ -266,13 +266,8 @@ class Unit:
         """Look for changes of the main weights; return how many were found so far."""
         number = 0
         for group in self.groups:
-            group.freshness.notice_changes()
-            number += group.freshness.num_changes
+            number += group.freshness.count_changes()
         return number
-
-    def main_version(self) -> int:
-        """Return the sum of the version counters of the main weights."""
-        return sum(tensor._version for group in self.groups for tensor in group.fsdp_params.counted)
 
     def refuse_replaced_params(self) -> None:
         """Call ``on_replaced`` of the hooks if a module has another tensor registered under a parameter's name."""
@@ -447,7 +442,7 @@ class BackwardState:
         is_unfinished: True if ``finalize_backward`` has still to complete gradients. awaited: the id of the
             ``GradientReductionHandle`` that was not waited for; 0 for none.
         has_sums: True if ``.grad`` of a parameter may show a sum that is not final.
-        num_flags_set: ``NUM_FLAGS_SET`` when the last backward began.
+        num_flags_set: ``FLAGS_SET.number`` when the last backward began.
         reducing: the units whose reductions compute has not waited for, oldest first.
         lenders: the packers that hold gradients which a lane reads, oldest first.
         wired: without streams, the ticket of the last reduction that uses the buffer in the reduce dtype.

@@ -105,7 +105,7 @@ def _build(
     group.gradients = None
     if any(param.requires_grad for param in params.sharded_params):
         make_gradients(group)
-    group.freshness = Freshness(params.counted)
+    group.freshness = Freshness(params.counted, group.freshness.num_changes)
 
 
 def _make_params(group: ParameterGroup, weights: WeightBuffers, known: Sequence[nn.Parameter]) -> FSDPParams:

@@ -72,17 +72,13 @@ def replace_original(original: torch.Tensor, sharded: torch.Tensor, words: str) 
     if group is None or type(original).__torch_function__ is not torch._C._disabled_torch_function_impl:
         return
     original.__class__ = _class_of(type(original))
-    is_old = functools.partial(_is_old, weakref.ref(group), _version(group))
+    is_old = functools.partial(_is_old, weakref.ref(group), group.freshness.count_changes())
     vars(original).update(_fsdp_words=words, _fsdp_is_old=is_old)
-
-
-def _version(group: ParameterGroup) -> int:
-    return sum(tensor._version for tensor in group.fsdp_params.counted)
 
 
 def _is_old(reference: weakref.ref[ParameterGroup], before: int) -> bool:
     group = reference()
-    return group is None or _version(group) != before
+    return group is None or group.freshness.count_changes() != before
 
 
 @functools.cache

@@ -173,7 +173,7 @@ def _free(allocated: Iterable[tuple[Unit, ParameterGroup]]) -> None:
 def _hold(block: _Block) -> None:
     for unit in block.units:
         if not unit.num_holds:
-            unit.held_version = unit.main_version()
+            unit.num_changes_held = unit.count_changes()
     _BLOCKS.append(block)
     _follow_blocks(block.units)
 

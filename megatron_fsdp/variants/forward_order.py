@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dbuffer.dtensor.placed_tensor import NUM_FLAGS_SET
+from dbuffer.dtensor.placed_tensor import FLAGS_SET
 from megatron_fsdp.engine.backward import pre_backward
 from megatron_fsdp.engine.outputs import map_tensors, watch_output
 from megatron_fsdp.engine.post_backward import leave_unit, post_backward
@@ -121,8 +121,8 @@ class ForwardOrder:
 
     def _gathers_in_backward(self, place: int) -> bool:
         """Return whether all ranks gather this unit in backward: it is trained, or a unit before it is."""
-        if self._num_flags_set != NUM_FLAGS_SET[0]:
-            self._num_flags_set, self._is_gathered = NUM_FLAGS_SET[0], []
+        if self._num_flags_set != FLAGS_SET.number:
+            self._num_flags_set, self._is_gathered = FLAGS_SET.number, []
             outermost = self._root.outermost()
             is_trained = outermost is not None and bool(outermost.num_gradients)
             for unit in alive(self._units):

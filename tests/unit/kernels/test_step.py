@@ -73,7 +73,10 @@ def test_a_weight_comes_back_from_its_two_halves_to_the_bit() -> None:
     main = awkward_values().to(DEVICE)
     (model_buffer, model), (rest_buffer, rest) = guarded(len(main), torch.bfloat16), guarded(len(main), torch.int16)
     out_buffer, out = guarded(len(main), torch.float32)
+    versions = model._version, rest._version
     split_weight(main, model, rest)
+    assert model._version > versions[0]
+    assert rest._version > versions[1]
     assert join_weight(model, rest, out) is out
     is_nan = main.isnan().cpu().numpy()
     wanted = np.where(is_nan, bits_of(main) | 0x400000, bits_of(main))
