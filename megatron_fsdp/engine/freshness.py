@@ -75,11 +75,6 @@ class Freshness:
             self.num_changes += 1
         return self.has_changed
 
-    def count_changes(self) -> int:
-        """Look for changes of the version counters; return how many were found so far."""
-        self.notice_changes()
-        return self.num_changes
-
     def refreshed(self) -> None:
         """Mark the weights at rest as fresh; called last, so that a refresh that raised is made again."""
         self.generation += 1

@@ -266,7 +266,8 @@ class Unit:
         """Look for changes of the main weights; return how many were found so far."""
         number = 0
         for group in self.groups:
-            number += group.freshness.count_changes()
+            group.freshness.notice_changes()
+            number += group.freshness.num_changes
         return number
 
     def refuse_replaced_params(self) -> None:

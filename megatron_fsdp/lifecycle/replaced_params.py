@@ -72,13 +72,18 @@ def replace_original(original: torch.Tensor, sharded: torch.Tensor, words: str) 
     if group is None or type(original).__torch_function__ is not torch._C._disabled_torch_function_impl:
         return
     original.__class__ = _class_of(type(original))
-    is_old = functools.partial(_is_old, weakref.ref(group), group.freshness.count_changes())
+    is_old = functools.partial(_is_old, weakref.ref(group), _count_changes(group))
     vars(original).update(_fsdp_words=words, _fsdp_is_old=is_old)
+
+
+def _count_changes(group: ParameterGroup) -> int:
+    group.freshness.notice_changes()
+    return group.freshness.num_changes
 
 
 def _is_old(reference: weakref.ref[ParameterGroup], before: int) -> bool:
     group = reference()
-    return group is None or group.freshness.count_changes() != before
+    return group is None or _count_changes(group) != before
 
 
 @functools.cache
