@@ -142,6 +142,9 @@ class UnshardedParam(nn.Parameter):
         if group is not None and sharded is not None:
             if value is not None and not isinstance(value, DTensor) and value.shape == sharded.shape:
                 value = laid_out(group.fsdp_params, sharded, value)
+            if value is not None and sharded.grad_dtype is not None and value.dtype is self.dtype:
+                # A gradient in this weight's dtype is right for a plain model's parameter.
+                value = value.to(sharded.grad_dtype)
             sharded.grad = value
 
     @grad.deleter

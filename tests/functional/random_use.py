@@ -274,7 +274,7 @@ class Trainee:
         fuses, self.fuses = self.fuses, []
         if not any(loss.requires_grad for losses in pending for loss in losses):
             return
-        self.is_synced = False
+        self.is_synced = self.is_tampered = False
         with self._announced(how):
             if fuses and not self.is_sharded:
                 self._backward_by_rank(pending)

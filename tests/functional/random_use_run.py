@@ -157,9 +157,10 @@ class _Run:
 
     def _step(self, action: str) -> tuple[str, str] | None:
         """Perform one action on both models; return outcome and text of a verdict if the program ends here."""
-        # A change made by forward shows when the weights are released: with its backward at the latest.
+        # A change made by forward shows when the weights are released: with its backward at the latest. A backward
+        # without a graph releases none.
         clamps = any(part.kind == "clamped" for _, part in parts_with_paths(self.program.part))
-        is_pass = action.startswith(("forward", "evaluate", "backward"))
+        is_pass = action.startswith(("forward", "evaluate"))
         self.sharded.is_tampered = self.sharded.is_tampered and not is_pass
         mine = self._try(self.sharded, action)
         errors = self._exchange(mine)
@@ -181,7 +182,7 @@ class _Run:
             return "no error", f"the sharded model raised {mine}, the plain one {theirs}"
         if theirs is not None and action.startswith("backward"):
             self.plain.is_doubtful = True
-        self.sharded.is_tampered |= clamps and is_pass and not action.startswith("backward")
+        self.sharded.is_tampered |= clamps and is_pass
         return self._compared(list(self._seen()))
 
     def _try(self, trainee: Trainee, action: str) -> tuple[str, str] | None:

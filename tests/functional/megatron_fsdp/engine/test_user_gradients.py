@@ -14,6 +14,7 @@ from dbuffer import Flat, PlacementError
 from megatron_fsdp import (
     AdamW,
     ConfigError,
+    MixedPrecisionPolicy,
     NonfiniteGradientError,
     Placements,
     StateError,
@@ -328,3 +329,19 @@ def test_clipping_parameters_instead_of_a_model_is_refused_by_name() -> None:
     parameters: Any = nn.Linear(2, 2).parameters()
     with pytest.raises(ConfigError, match=r"found a generator, wanted the model.*torch\.nn\.utils\.clip_grad_norm_"):
         clip_grad_norm_(parameters, 1.0)
+
+
+@on_ranks(2)
+def test_a_gradient_may_have_the_dtype_of_the_gathered_weight_that_it_is_assigned_to() -> None:
+    model: Any = build()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    fully_shard(model, reshard_after_forward=False, mp_policy=policy)
+    kept = dict(model.named_parameters())
+    mine(model)
+    for weight in model.parameters():
+        assert weight.dtype is torch.bfloat16
+        weight.grad = torch.full_like(weight, 0.5)
+    for name, parameter in kept.items():
+        assert parameter.grad is not None
+        assert parameter.grad.dtype is torch.float32
+        assert torch.equal(whole(parameter.grad, parameter), torch.full(parameter.shape, 0.5)), name
