@@ -42,31 +42,30 @@ _LIBRARIES = (
 )
 
 
-def wait_longer(work: dist.Work, error: RuntimeError, what: str = "weights or gradients of the engine") -> None:
-    """Wait for a collective that did not complete within ``SOON``; meanwhile publish this rank's place in the store.
+def wait_longer(work: dist.Work, what: str = "weights or gradients of the engine") -> None:
+    """Wait for a collective that failed, or did not complete within ``SOON``, and publish this rank's place meanwhile.
 
     Args:
-        error: the exception of the first wait. what: what the collective moves, for "waits for ...".
+        what: what the collective moves, for "waits for ...".
     Raises:
-        RuntimeError: the collective failed; ``error`` itself if it had failed already.
+        RuntimeError: the collective failed.
         MeshError: another rank has published a difference between ranks.
     """
-    if work.is_completed():
+    is_late = not work.is_completed()
+    if is_late:
+        publish(f"waits for {what}, {place()}")
+    while ALARMS and not work.is_completed():
         _look_at_alarms()
-        raise error
-    publish(f"waits for {what}, {place()}")
-    while ALARMS:
-        _look_at_alarms()
-        try:
+        with contextlib.suppress(RuntimeError):
             work.wait(SOON / 4)
-            break
-        except RuntimeError:
-            if work.is_completed():
-                _look_at_alarms()
-                raise
-    else:
+    try:
+        # Returns at once, or raises what failed, if the collective is complete.
         work.wait()
-    publish("")
+    except RuntimeError:
+        _look_at_alarms()
+        raise
+    if is_late:
+        publish("")
 
 
 def raise_difference(words: str) -> NoReturn:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
+from dbuffer.collectives.gloo_messages import WorkThen
 from dbuffer.events import CollectiveCall, Transfer, tell
 from dbuffer.mesh import MeshAxis
 from dbuffer.whereabouts import SOON, wait_longer
@@ -31,14 +32,14 @@ def wait_for(work: dist.Work, written: torch.Tensor | None = None) -> None:
         work.wait()
     elif waiters:
         waiters[-1](work)
-    elif type(work) is not dist.Work:
+    elif type(work) not in (dist.Work, WorkThen):
         # A user's own handle may not accept a timeout.
         work.wait()
     else:
         try:
             work.wait(SOON)
-        except RuntimeError as error:
-            wait_longer(work, error)
+        except RuntimeError:
+            wait_longer(work)
 
 
 @contextmanager

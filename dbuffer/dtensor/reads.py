@@ -111,8 +111,8 @@ def _issue(axis: MeshAxis, what: str, issue: Callable[[MeshAxis, Any], None]) ->
                 continue
             try:
                 work.wait(SOON)
-            except RuntimeError as error:
-                wait_longer(work, error, what)
+            except RuntimeError:
+                wait_longer(work, what)
     except RuntimeError as error:
         _raise_alone(axis, what, error)
 
