@@ -21,6 +21,7 @@ from megatron_fsdp.checks.added_params import make_tree
 from megatron_fsdp.checks.agreement import Wrapping
 from megatron_fsdp.checks.attach import attach_root
 from megatron_fsdp.checks.unowned_params import refuse_unowned_steps
+from megatron_fsdp.engine.final_callback import settle
 from megatron_fsdp.engine.freshness import hear_of_first_steps
 from megatron_fsdp.engine.post_backward import share_reductions
 from megatron_fsdp.engine.unit import Unit, units_below
@@ -171,6 +172,8 @@ def _check_modules(modules: Sequence[nn.Module]) -> None:
                 f"{name} has no forward, so its weights cannot be gathered before one. fix: call fully_shard on each "
                 "of its modules, or on the module that calls them"
             )
+        for unit in units_below(module):
+            settle(unit.root)
         ordered = next((unit for unit in units_below(module) if unit.root.order is not None), None)
         if ordered is not None:
             raise ConfigError(

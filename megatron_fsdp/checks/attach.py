@@ -25,10 +25,16 @@ NAMERS.append(tensor_names.name_of)
 
 
 def attach_root(outermost: Unit, units: Iterable[Unit]) -> None:
-    """Make ``outermost`` the root of these units."""
+    """Make ``outermost`` the root of these units; ``settle`` has ended what backwards of earlier roots have left."""
     hear_of_steps(refusals.refuse_stale, announce_step_of)
+    units = list(units)
+    # Without the outermost unit, unless it has a root already: ``fully_shard`` has just made it.
+    earlier = {id(root): root for unit in units if (root := vars(unit).get("root")) is not None}
+    root = Root(outermost, units)
+    for each in earlier.values():
+        root.take_over(each)
     first_use = FirstUse()
-    Root(outermost, units).set_hooks(
+    root.set_hooks(
         (
             first_use,
             AddedParams(),

@@ -217,10 +217,14 @@ class GradBinding:
                 rows = own_rows(self.fsdp_params, index, gradient)
                 self.final.get_local_tensor(index).view(-1).add_(rows.reshape(-1))
 
-    def show(self) -> None:
-        """End the sum: set ``.grad`` of each parameter to its part of ``final``, and call its post-accumulate hooks.
+    def show(self) -> list[Callable[[], object]]:
+        """End the sum: set ``.grad`` of each parameter to its part of ``final``.
 
         Parameters in ``missing`` keep the ``.grad`` that they had.
+
+        Returns:
+            The calls of the parameters' post-accumulate-grad hooks, which autograd does not call: it accumulates into
+            the gathered parameters.
         """
         under_way = self.sum
         assert under_way is not None
@@ -237,11 +241,9 @@ class GradBinding:
         self.sum, self.has_final = None, True
         if under_way.is_pending:
             self._end_pending(under_way)
-        # Autograd accumulates into the gathered parameters, so it calls no hook of the sharded ones.
-        for call_hook in hooks:
-            call_hook()
         if 1 not in wanted:
             self.release_if_dropped()
+        return hooks
 
     def _show_wanted(self, under_way: Accumulation) -> bytearray:
         """Return the parameters whose ``.grad`` to set, one byte each; restore ``.grad`` of ``missing`` ones."""

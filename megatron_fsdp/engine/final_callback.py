@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -25,7 +25,7 @@ from megatron_fsdp.engine.unit import Root, Unit, WeightState, is_in_backward, t
 from megatron_fsdp.errors import StateError
 
 __all__ = [
-    "begin_backward", "complete_gradients", "final_callback", "recover", "refuse_in_backward", "reset",
+    "begin_backward", "complete_gradients", "final_callback", "recover", "refuse_in_backward", "reset", "settle",
     "start_pending_reductions",
 ]  # fmt: skip
 
@@ -143,8 +143,7 @@ def complete_gradients(root: Root) -> None:
     state = root.backward
     if listeners:
         tell("finish", root)
-    recover(root)
-    _discard_dropped_sums(root)
+    settle(root)
     try:
         _complete(root, root.units())
     except BaseException:
@@ -186,7 +185,7 @@ def _reduce_kept(units: Iterable[Unit]) -> None:
 
 
 def _finalize(root: Root, units: list[Unit]) -> None:  # noqa: C901  # in order of time
-    """Complete the last reductions, and show the final gradients in ``.grad``."""
+    """Complete the last reductions, show the final gradients in ``.grad``, and call their hooks."""
     is_last = root.backward.is_last or root.backward.is_manual
     finals = [found for unit in units if unit.requires_gradient_sync and (found := _complete_groups(unit, is_last))]
     final = list(itertools.chain.from_iterable(finals))
@@ -215,11 +214,17 @@ def _finalize(root: Root, units: list[Unit]) -> None:  # noqa: C901  # in order 
             tell("completed", group)
     for hook in root.hooks:
         hook.on_final(final, units, is_missing=is_missing)
+    hook_calls: list[Callable[[], object]] = []
     for group, buffer in zip(final, buffers, strict=True):
-        buffer.binding.show()
+        # Before those of earlier units.
+        hook_calls[:0] = buffer.binding.show()
         if is_last:
             # A step follows, which may change main weights without a trace.
             group.freshness.mark_gathered_changed()
+    # A plain model's backward accumulates the first layer's gradients last. A hook there may read all gradients, and
+    # step all weights.
+    for call_hook in hook_calls:
+        call_hook()
 
 
 def _complete_groups(unit: Unit, is_last: bool) -> list[ParameterGroup]:
@@ -298,6 +303,16 @@ def recover(root: Root) -> None:
         _discard_backward(root)
 
 
+def settle(root: Root) -> None:
+    """End what earlier backwards have left: clean up after one that raised, and drop the sums that the user dropped.
+
+    Raises:
+        StateError: the user has dropped a part of a sum, or nothing of one that a backward has left incomplete.
+    """
+    recover(root)
+    _discard_dropped_sums(root)
+
+
 def reset(root: Root) -> None:
     """Drop a forward or backward that raised, and all gradients that are incomplete or not finalized."""
     _discard_backward(root)
@@ -324,8 +339,7 @@ def _discard_backward(root: Root) -> None:
 
 def start_pending_reductions(root: Root) -> None:
     """Issue outside of a backward the reductions of gradients kept on this rank; ``complete_gradients`` ends them."""
-    recover(root)
-    _discard_dropped_sums(root)
+    settle(root)
     try:
         _reduce_kept(root.units())
     except BaseException:

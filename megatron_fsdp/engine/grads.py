@@ -468,6 +468,8 @@ class GradientBuffer:
 
     def keep(self, keeps: bool) -> None:
         """Keep gradient memory allocated permanently (True) or only while gradients exist (False)."""
+        # A reduction may still use the memory.
+        self.wait()
         self.binding.keep(keeps)
         self.reduction.keep(keeps)
 

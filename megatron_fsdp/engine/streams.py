@@ -320,12 +320,13 @@ class Ticket:
             tell("wait", self)
         for stream in streams:
             stream.wait_event(self._event)
-        self._followed = self._followed.union(map(id, streams))
         if self._on_host is not None and self._event is not None:
             self._event.synchronize()
             with compute.streams.on_host():
                 self._on_host()
             self._on_host = None
+        # Last, so that a wait that was interrupted is made again.
+        self._followed = self._followed.union(map(id, streams))
         if listeners:
             tell("waited", self)
 

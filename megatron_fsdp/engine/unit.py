@@ -43,8 +43,8 @@ class WeightState(enum.Enum):
     UNSHARDED = "unsharded"
 
 
-_MAX_BEGUN = 65_536
-"""The limit on the length of ``ForwardPass.begun``, where units run without their root and no pass ends."""
+_MAX_CALLS = 65_536
+"""How many calls a ``ForwardPass`` records, where units run without their root and no pass ends."""
 _next_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 
@@ -73,7 +73,7 @@ class ForwardPass:
 
     def begin_call(self, unit: weakref.ref[Unit]) -> None:
         """Record that a call of a unit begins, and move the cursor behind the unit."""
-        if len(self.begun) < _MAX_BEGUN:
+        if len(self.begun) < _MAX_CALLS:
             self.begun.append(unit)
         # A unit that is not predicted moves the cursor to the end, so the rest of the pass has no prediction.
         while self.cursor < len(self.predicted) and self.predicted[self.cursor] is not unit:
@@ -102,10 +102,13 @@ class ForwardPass:
         Args:
             call: None if backward comes to the call on other ranks only.
         """
+        position = len(self.ended)
+        if position == _MAX_CALLS:
+            return
         if call is not None:
             if unit not in self.first_begins:
                 self.first_begins[unit] = call.begin
-            call.forward_pass, call.position = self, len(self.ended)
+            call.forward_pass, call.position = self, position
         self.ended.append(unit)
 
     def next(self) -> ForwardPass:
@@ -512,6 +515,24 @@ class Root:
         self.ahead: list[weakref.ref[Unit]] = []
         for unit in units:
             unit.root = self
+
+    def take_over(self, earlier: Root) -> None:
+        """Take units from the root that they had before, which keeps the others, and continue its numbers.
+
+        Its settings are taken too if it keeps none.
+        """
+        mine, theirs = self.backward, earlier.backward
+        earlier._units = [reference for reference in earlier._units if reference not in self._units]
+        self.clock = max(self.clock, earlier.clock)
+        # Units of both roots may be reduced at once, and ``drain`` keeps the order of issue.
+        mine.reducing, mine.number = theirs.reducing, max(mine.number, theirs.number)
+        mine.has_sums = mine.has_sums or theirs.has_sums
+        if not earlier._units:
+            mine.is_last, mine.is_manual = mine.is_last and theirs.is_last, mine.is_manual or theirs.is_manual
+            mine.is_unfinished = mine.is_unfinished or theirs.is_unfinished
+            mine.max_packed_buffers = max(mine.max_packed_buffers, theirs.max_packed_buffers)
+            self.prefetch_bytes = self.prefetch_bytes or earlier.prefetch_bytes
+            self.step_event = self.step_event or earlier.step_event
 
     def set_hooks(self, hooks: Iterable[StepHooks[Unit, Call]]) -> None:
         """Replace the hooks."""

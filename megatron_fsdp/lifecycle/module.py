@@ -15,7 +15,13 @@ from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 
-from megatron_fsdp.engine.final_callback import complete_gradients, refuse_in_backward, reset, start_pending_reductions
+from megatron_fsdp.engine.final_callback import (
+    complete_gradients,
+    refuse_in_backward,
+    reset,
+    settle,
+    start_pending_reductions,
+)
 from megatron_fsdp.engine.forward import post_forward, pre_forward
 from megatron_fsdp.engine.fused_linear import fuse_linear_layers
 from megatron_fsdp.engine.param_group import ParameterGroup
@@ -445,6 +451,7 @@ class FSDPModule:
         # The module's own parameters stay in their buffers; everything else is handled as in any module.
         unit = unit_of(self)
         _refuse_held(unit, "a conversion (to(), half(), to_empty() and the like)")
+        settle(unit.root)
         unit.refuse_replaced_params()
         unit.reshard()
         wait_for_host_reads()

@@ -20,10 +20,11 @@ from megatron_fsdp.checkpoint.model_state import unwrapped
 from megatron_fsdp.checks.agreement import mesh_ranks
 from megatron_fsdp.checks.attach import attach_root
 from megatron_fsdp.checks.rendezvous import meet, report_failure
+from megatron_fsdp.engine.final_callback import settle
 from megatron_fsdp.engine.hooks import StepHooks
 from megatron_fsdp.engine.param_group import ParameterGroup, WeightBuffers
 from megatron_fsdp.engine.streams import wait_for_host_reads
-from megatron_fsdp.engine.unit import Call, Root, Unit, units_below
+from megatron_fsdp.engine.unit import Call, Unit, units_below
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.lifecycle.make_param_group import follow_gradients, make_over, make_weights, restore_group
 from megatron_fsdp.lifecycle.module import watch_inner_modules
@@ -153,6 +154,7 @@ def _check(model: nn.Module, units: Sequence[Unit], optimizers: Sequence[Optimiz
                 f"reshard_: an unsharded() block keeps the weights of unit {unit.name!r} gathered. fix: call reshard_ "
                 "after the block"
             )
+        settle(unit.root)
         unit.reshard()
         for group in unit.groups:
             _check_group(group, is_awaited=any(call() is not None for call in unit.pending_calls))
@@ -498,19 +500,12 @@ def _follow(units: Sequence[Unit], before: _Before) -> None:
         outermost = old.outermost()
         if outermost is not None:
             attach_root(outermost, members)
-            _keep_settings(outermost.root, old)
+            if old.order is not None:
+                outermost.root.order = order_of(outermost.root, old.order.units())
     for unit in units:
         choice = unit.reshard_after_forward
         reshard_to(unit, sizes[id(unit)] if sizes[id(unit)] is not None else choice)
     _attend(units)
-
-
-def _keep_settings(new: Root, old: Root) -> None:
-    new.backward.is_last, new.backward.is_manual = old.backward.is_last, old.backward.is_manual
-    new.backward.max_packed_buffers, new.step_event = old.backward.max_packed_buffers, old.step_event
-    new.backward.reducing, new.prefetch_bytes = old.backward.reducing, old.prefetch_bytes
-    if old.order is not None:
-        new.order = order_of(new, old.order.units())
 
 
 def _attend(units: Sequence[Unit]) -> None:

@@ -139,7 +139,17 @@ class ForwardOrder:
     # ------------------------------------------------------------------ forward
 
     def begin_pass(self) -> None:
-        """Begin to follow ``Root.forward_pass``, which has just begun."""
+        """Begin to follow ``Root.forward_pass``, which has just begun.
+
+        Raises:
+            StateError: a unit was removed from the model.
+        """
+        if len(self.units()) < len(self._units):
+            outermost = self._root.outermost()
+            raise StateError(
+                f"unit {'' if outermost is None else outermost.name!r}: a unit of its forward order was removed from "
+                "the model. fix: call set_forward_order() of the root again"
+            )
         self._forward = self._progress[self._root.forward_pass] = Progress()
         self._is_open, self._handled = True, sys.exc_info()[1]
 

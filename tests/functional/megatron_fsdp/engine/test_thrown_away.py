@@ -12,6 +12,7 @@ from torch import nn
 
 from megatron_fsdp import StateError, clip_grad_norm_, no_sync
 from megatron_fsdp.engine import final_callback
+from megatron_fsdp.engine.accumulation import GradBinding
 from megatron_fsdp.engine.unit import Root
 from tests.harness import on_ranks
 from tests.harness.models import Block, Headed, inputs, make_mesh, squared
@@ -122,17 +123,15 @@ def test_a_sum_that_a_failed_backward_reduced_without_adding_to_it_is_refused(st
     model: Any = twins.model
     first, second = model.layers
 
-    def explode(_: torch.Tensor) -> None:
-        raise RuntimeError("out of memory")
-
     model.set_is_last_backward(False)
     train(model, 0)
     model.set_is_last_backward(True)
-    handle = next(first.parameters()).register_post_accumulate_grad_hook(explode)
-    # Only the first block gets gradients. The last reductions of all are complete when its hook raises.
-    with pytest.raises(RuntimeError, match="out of memory"):
+    # Only the first block gets gradients. The last reductions of all are complete when adding up earlier parts raises.
+    with (
+        mock.patch.object(GradBinding, "complete", side_effect=RuntimeError("out of memory")),
+        pytest.raises(RuntimeError, match="out of memory"),
+    ):
         first(inputs(dist.get_rank(), 1)).square().mean().backward()
-    handle.remove()
     with pytest.raises(StateError, match="is incomplete, because the last backward raised"):
         second(inputs(dist.get_rank(), 2)).square().mean().backward()
     model.zero_grad()
