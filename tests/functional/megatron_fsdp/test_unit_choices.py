@@ -1,6 +1,6 @@
 """Gradients and weights equal a whole model's for each choice of one unit, each mesh and each switch.
 
-FSDP2's programs (``compatibility_programs``) test hooks, collectives and forward methods.
+FSDP2's programs (``compatibility.agreements``) test hooks, collectives and forward methods.
 """
 
 import copy

@@ -1,6 +1,6 @@
 """Slots in training: the allocator's bits, no allocation after the first step, and the predicted bytes.
 
-``random_use_cases`` tests slots that are chosen and given up between steps, errors and evaluations.
+``random_use.cases`` tests slots that are chosen and given up between steps, errors and evaluations.
 """
 
 import argparse

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from dbuffer import observe_collectives
 from megatron_fsdp import FsdpModule, MixedPrecisionPolicy, expert_matmul
 from megatron_fsdp.engine.outputs import iterate_tensors
-from tests.functional.linear_uses import USES, counted_products, stack_of
+from tests.functional.megatron_fsdp.engine.linear_uses import USES, counted_products, stack_of
 from tests.harness import on_ranks
 from tests.harness.models import WIDTH, Made, Stack, inputs, squared, three_blocks
 from tests.harness.oracle import Case, compare, shard_layers

@@ -2,8 +2,8 @@
 
 After an intended change of the schedule, write the files again and read the difference::
 
-    python -m tests.functional.transcripts
-    git diff tests/functional/golden
+    python -m tests.functional.megatron_fsdp.engine.transcripts
+    git diff tests/functional/megatron_fsdp/engine/golden
 """
 
 from collections.abc import Callable
@@ -156,6 +156,6 @@ def write_all() -> None:
 
 if __name__ == "__main__":
     # Import the module by the name that ranks import, not as __main__.
-    from tests.functional import transcripts
+    from tests.functional.megatron_fsdp.engine import transcripts
 
     transcripts.write_all()
