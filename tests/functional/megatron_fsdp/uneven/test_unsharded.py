@@ -15,12 +15,11 @@ from megatron_fsdp import (
     MixedPrecisionPolicy,
     StateError,
     explain,
-    fully_shard,
     unsharded,
 )
 from tests.harness import on_ranks
 from tests.harness.models import Made, inputs, squared
-from tests.harness.twins import Twins
+from tests.harness.twins import Twins, sharded
 
 WORLDS = {"optim": 3, "optim_grads": 2, "optim_grads_params": 3, "hsdp": 4}
 ON_THEIR_RANKS: Any = on_ranks(lambda strategy: WORLDS[strategy])
@@ -97,15 +96,9 @@ class Router(nn.Module):
         return x
 
 
-def shard_parts(model: Any) -> None:
-    for part in model.parts:
-        fully_shard(part)
-    fully_shard(model)
-
-
 @on_ranks(3)
 def test_ranks_may_run_other_units_in_other_orders() -> None:
-    twins = Twins(Router, shard=shard_parts)
+    twins = Twins(Router)
     rank = dist.get_rank()
     orders = [[0], [2, 1, 0, 2], [1, 1]]
 
@@ -124,7 +117,7 @@ def test_ranks_may_run_other_units_in_other_orders() -> None:
 
 @on_ranks(3)
 def test_units_that_are_not_named_gather_as_usual() -> None:
-    twins = Twins(Router, shard=shard_parts)
+    twins = Twins(Router)
     rank = dist.get_rank()
     held = twins.model.parts[1]
     with torch.no_grad(), unsharded(twins.model, units=[held]):
@@ -315,9 +308,7 @@ def one_linear(model: Any, x: torch.Tensor) -> torch.Tensor:
 
 @on_ranks(2)
 def test_explain_says_what_all_gathered_weights_take() -> None:
-    model = Made(one_linear, linear=nn.Linear(7, 3))
-    fully_shard(model.linear)
-    fully_shard(model)
+    model = sharded(Made(one_linear, linear=nn.Linear(7, 3)))
     with unsharded(model):
         (group,) = model.linear.parameter_groups
         assert explain(model).all_gathered_bytes == group.gathered.storage.nbytes >= 4 * 24
