@@ -20,7 +20,7 @@ from megatron_fsdp.engine.outputs import iterate_tensors
 from tests.functional.megatron_fsdp.engine.linear_uses import USES, counted_products, stack_of
 from tests.harness import on_ranks
 from tests.harness.models import WIDTH, Made, Stack, inputs, squared, three_blocks
-from tests.harness.oracle import Case, compare, shard_layers
+from tests.harness.oracle import Case, compare
 from tests.harness.twins import Twins, sharded
 
 NUM_STEPS = 2
@@ -168,7 +168,7 @@ def bytes_per_parameter(*, is_fused: bool) -> float:
     try:
         model = wide_stack()
         mesh = init_device_mesh("cpu", (NUM_RANKS,))
-        shard_layers(model, mesh=mesh, mp_policy=policy)
+        sharded(model, mesh=mesh, mp_policy=policy)
         num_parameters = sum(parameter.numel() for parameter in plain.parameters())
         return (bytes_of_a_microbatch(model) - least) / num_parameters
     finally:

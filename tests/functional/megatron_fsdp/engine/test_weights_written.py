@@ -48,24 +48,15 @@ def adapted() -> nn.Module:
     return Stack(Adapted(), Adapted(), nn.Linear(WIDTH, 5))
 
 
-def shard_all(model: Any) -> None:
-    for layer in model.children():
-        for each in layer if isinstance(layer, nn.ModuleList) else (layer,):
-            fully_shard(each, reshard_after_forward=True)
-    fully_shard(model)
-
-
 @pytest.mark.parametrize("how", ["+= of .data", "add_ to .data", "assigned .data"])
 @pytest.mark.parametrize("has_gradients", [False, True])
 @on_ranks(3)
 def test_an_adapter_merged_outside_of_no_grad_is_in_the_weights(how: str, has_gradients: bool) -> None:
-    twins = Twins(adapted, shard=shard_all)
+    twins = Twins(adapted, reshard_after_forward=True)
     optimizers = twins.optimizers(torch.optim.SGD, lr=0.1)
     twins.backward()
     if not has_gradients:
-        for optimizer in optimizers:
-            optimizer.step()
-        twins.zero_grad()
+        twins.step(optimizers)
     for model in twins:
         for layer in model.modules():
             if isinstance(layer, Adapted):

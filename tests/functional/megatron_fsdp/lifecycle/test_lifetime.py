@@ -12,7 +12,7 @@ from dbuffer import memory_meter
 from megatron_fsdp import FsdpModule, fully_shard_optimizer
 from tests.harness import on_ranks
 from tests.harness.models import Block, Stack, loss_of_rank
-from tests.harness.oracle import shard_each
+from tests.harness.oracle import sharded
 
 
 class Failing(Block):
@@ -86,8 +86,7 @@ def test_deleting_a_model_frees_its_buffers_without_the_garbage_collector_after(
     gc.disable()
     try:
         before = memory_meter().current_bytes
-        model = failing_stack()
-        shard_each(model)
+        model = sharded(failing_stack())
         assert memory_meter().current_bytes > before
         kept = LIVES[life](model)
         del model
@@ -100,8 +99,7 @@ def test_deleting_a_model_frees_its_buffers_without_the_garbage_collector_after(
 @pytest.mark.parametrize("mode", ["forward", "backward"])
 @on_ranks(2)
 def test_a_step_after_an_exception_leaves_nothing_allocated_from_an_exception_in(mode: str) -> None:
-    model = failing_stack()
-    shard_each(model)
+    model = sharded(failing_stack())
     held = [memory_meter().current_bytes]
     for step in range(3):
         run_to_failure(model, mode, step)

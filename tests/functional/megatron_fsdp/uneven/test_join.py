@@ -50,9 +50,7 @@ def test_training_with_a_step_for_each_batch_equals_the_plain_model(strategy: st
             assert twins.gradients_apart() < 1e-6
             clip_grad_norm_(twins.model, 0.5)
             nn.utils.clip_grad_norm_(twins.plain.parameters(), 0.5)
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+            twins.step(optimizers)
             numbers.append(mine)
     assert numbers == [min(number, num_batches(rank) - 1) for number in range(3)]
     assert twins.weights_apart() < 1e-6

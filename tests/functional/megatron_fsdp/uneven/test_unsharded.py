@@ -46,9 +46,7 @@ def test_uneven_evaluations_between_microbatches_change_no_training(strategy: st
             twins.backward(3 * step + microbatch)
             evaluate_unevenly(twins, step)
         assert twins.gradients_apart() < 1e-6
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        twins.step(optimizers)
         evaluate_unevenly(twins, step)
         assert twins.weights_apart() < 1e-6
 
