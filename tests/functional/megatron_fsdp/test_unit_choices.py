@@ -123,18 +123,6 @@ def test_replicated_parameters_are_whole_everywhere_and_reduced_without_a_gather
     assert norms[0] == norms[1] == norms[2]
 
 
-@on_ranks(1)
-def test_unfreezing_a_parameter_without_an_fp32_main_weight_is_refused_by_name() -> None:
-    model = nn.Linear(4, 4).to(torch.bfloat16).requires_grad_(False)
-    fully_shard(model, mp_policy=MixedPrecisionPolicy(main_params_dtype=torch.float32))
-    model.requires_grad_(True)
-    with pytest.raises(ValueError) as refused:
-        model(torch.ones(1, 4, dtype=torch.bfloat16))
-    message = str(refused.value)
-    assert "'weight'" in message
-    assert "freeze it afterwards" in message
-
-
 MESHES = [((2,), "optim_grads_params"), ((2, 2), "hsdp"), ((2, 2), "hfsdp")]
 
 

@@ -17,7 +17,7 @@ from megatron_fsdp import MixedPrecisionPolicy
 from megatron_fsdp.engine.unit import units_below
 from tests.harness import on_ranks
 from tests.harness.grids import covering, nightly_but
-from tests.harness.models import WIDTH, Block, CheckpointedStack, Made, inputs, three_blocks
+from tests.harness.models import WIDTH, Block, CheckpointedStack, Made, Product, inputs, three_blocks
 from tests.harness.twins import Twins, sharded
 
 
@@ -265,20 +265,6 @@ class Skips:
             return tensor.detach().clone()
         self.num_kept += 1
         return tensor
-
-
-class Product(torch.autograd.Function):
-    """A linear layer that saves its weight itself, as Transformer Engine's do."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        return x @ weight.t()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        x, weight = ctx.saved_tensors
-        return gradients[0] @ weight, gradients[0].t() @ x
 
 
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])

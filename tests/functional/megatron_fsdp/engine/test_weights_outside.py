@@ -15,7 +15,7 @@ from torch.nn import functional
 from dbuffer import PlacementError
 from megatron_fsdp import ConfigError, fully_shard
 from tests.harness import on_ranks
-from tests.harness.models import inputs
+from tests.harness.models import Product, inputs
 from tests.harness.twins import Twins
 
 
@@ -25,20 +25,6 @@ class Lazy(nn.Linear):
     def forward(self, x: torch.Tensor) -> Iterator[torch.Tensor]:  # type: ignore[override]  # on purpose
         for row in x:
             yield functional.linear(row, self.weight, self.bias)
-
-
-class Product(torch.autograd.Function):
-    """A product without operators that autograd sees, like a fused cross entropy."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        return x @ weight.t()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        x, weight = ctx.saved_tensors
-        return gradient @ weight, gradient.t() @ x
 
 
 class Net(nn.Module):

@@ -1,6 +1,5 @@
 """Writes to sharded parameters, and attributes set on them, equal the plain model or raise a named error."""
 
-import io
 import re
 from typing import Any
 
@@ -206,19 +205,3 @@ def test_a_mask_is_refused_with_the_place_for_prune_remove() -> None:
     fully_shard(model)
     with pytest.raises(PlacementError, match=r"parameter '0\.weight_orig'.*Call prune\.remove, .* before fully_shard"):
         prune.remove(model[0], "weight")
-
-
-@on_ranks(2)
-def test_a_rank_reads_its_own_file_of_sharded_tensors() -> None:
-    model: Any = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1))
-    fully_shard(model)
-    wanted = {name: value.full_tensor() for name, value in model.state_dict().items()}
-    file = io.BytesIO()
-    torch.save(model.state_dict(), file)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    file.seek(0)
-    model.load_state_dict(torch.load(file, weights_only=False))
-    for name, value in model.state_dict().items():
-        assert torch.equal(value.full_tensor(), wanted[name])

@@ -11,7 +11,7 @@ from torch import nn
 from dbuffer import memory_meter
 from megatron_fsdp import FsdpModule, fully_shard_optimizer
 from tests.harness import on_ranks
-from tests.harness.models import Block, Stack, loss_of_rank
+from tests.harness.models import Block, RaisesInBackward, Stack, loss_of_rank
 from tests.harness.oracle import sharded
 
 
@@ -20,21 +20,11 @@ class Failing(Block):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.mode == "forward":
-            raise RuntimeError("out of memory, say")
+            raise ArithmeticError("on purpose, in forward")
         x = super().forward(x)
         if self.mode == "backward":
-            x = _RaiseInBackward.apply(x)
+            x = RaisesInBackward.apply(x)
         return x
-
-
-class _RaiseInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
-        raise RuntimeError("out of memory, say")
 
 
 def failing_stack() -> Stack:
@@ -52,7 +42,7 @@ def failing(model: nn.Module, mode: str) -> Iterator[None]:
 
 
 def run_to_failure(model: nn.Module, mode: str, step: int = 0) -> None:
-    with failing(model, mode), pytest.raises(RuntimeError, match="out of memory, say"):
+    with failing(model, mode), pytest.raises(ArithmeticError, match="on purpose"):
         loss_of_rank(model, step).backward()
 
 
