@@ -81,7 +81,7 @@ test: $(STAMP) ## Run the unit and functional tests that need no GPU; what is wh
 test-nightly: $(STAMP) ## Run what `make test` leaves out: whole grids, kills, many more uses, the newest torch.
 	$(BIN) -m pytest tests/unit tests/functional -m "slow and not gpu" $(PARALLEL) --durations=15 $(TEST_ARGS)
 	$(BIN) -m pytest tests/faults/test_faults.py --durations=15 $(TEST_ARGS)
-	RANDOM_USE=2000 $(BIN) -m pytest tests/functional/test_random_use.py --durations=15 $(TEST_ARGS)
+	RANDOM_USE=2000 $(BIN) -m pytest tests/functional/random_use/test_random_use.py --durations=15 $(TEST_ARGS)
 	$(if $(filter $(FIRST_TORCH),$(TORCH)),$(MAKE) test TORCH=$(NEWEST_TORCH))
 	$(if $(filter $(FIRST_TORCH),$(TORCH)),$(MAKE) test-nullcuda)
 

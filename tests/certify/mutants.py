@@ -120,7 +120,7 @@ EQUIVALENT: dict[str, str] = {
         "a reduction takes the memory where it is not there"
     ),
     "Compute.forget_unused: `if self.is_captured(self._known[number]) is is_capturing` taken as False": (
-        "it costs waits, which tests/functional/test_overlap.py counts"
+        "it costs waits, which tests/functional/megatron_fsdp/engine/test_overlap.py counts"
     ),
     "ParameterGroup.release: "
     "`self.weights.release(keep_generation=self.freshness.gathered_generation if keep_part else None)` "

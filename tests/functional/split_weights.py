@@ -10,7 +10,7 @@ from dbuffer_kernels import split_weight
 from megatron_fsdp import AdamW, MixedPrecisionPolicy, microbatch
 from tests.functional.adamw_comparison import groups_of
 from tests.harness.models import Block, Stack, draw_tokens, loss_of, world_mesh
-from tests.harness.oracle import shard_layers
+from tests.harness.oracle import sharded
 
 __all__ = [
     "BF16", "FP32", "PLAIN", "SPLIT", "full_weights", "make_adamw", "one_layer", "rounding_ties_away",
@@ -74,6 +74,5 @@ def full_weights(model: nn.Module) -> dict[str, torch.Tensor]:
 def one_layer(policy: MixedPrecisionPolicy = SPLIT) -> Stack:
     """Make a model of one unit, sharded over all ranks."""
     torch.manual_seed(3)
-    model = Stack(Block())
-    shard_layers(model, mesh=world_mesh(), mp_policy=policy)
+    model = sharded(Stack(Block()), mesh=world_mesh(), mp_policy=policy)
     return model

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from dbuffer import observe_collectives
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard
-from tests.functional.linear_uses import counted_products
+from tests.functional.megatron_fsdp.engine.linear_uses import counted_products
 from tests.harness import on_ranks, run_ranks
 from tests.harness.grids import nightly_but
 from tests.harness.models import Block, CheckpointedStack, Stack, inputs, make_model, squared, three_blocks

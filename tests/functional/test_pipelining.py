@@ -12,9 +12,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining._backward import stage_backward_input
 
-from megatron_fsdp import StateError, fully_shard
+from megatron_fsdp import StateError
 from tests.harness import on_ranks
 from tests.harness.models import WIDTH, inputs
+from tests.harness.oracle import sharded
 
 
 def squares(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -27,9 +28,8 @@ def started(name: str, parts: list[nn.Module], **options: Any) -> Any:
     rank = dist.get_rank()
     stages = []
     for index in (rank, rank + 2):
-        for part in (*parts[index], parts[index]):
-            fully_shard(part, mesh=mesh["data"], **options)
-        stages.append(PipelineStage(parts[index], index, 4, torch.device("cpu"), group=mesh["pipeline"].get_group()))
+        stage = sharded(parts[index], mesh=mesh["data"], **options)
+        stages.append(PipelineStage(stage, index, 4, torch.device("cpu"), group=mesh["pipeline"].get_group()))
     return getattr(schedules, name)(stages, n_microbatches=4, loss_fn=squares)
 
 
@@ -54,9 +54,7 @@ def test_interleaved_1f1b_gives_the_plain_models_gradients() -> None:
 @pytest.mark.parametrize("reshard", [True, None, False])
 @on_ranks(2)
 def test_the_first_half_of_a_split_pipeline_backward_is_refused_by_name(reshard: bool | None) -> None:
-    model: Any = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
-    for part in (*model, model):
-        fully_shard(part, reshard_after_forward=reshard)
+    model = sharded(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), reshard_after_forward=reshard)
     x = inputs(dist.get_rank(), 0).requires_grad_()
     loss = model(x).square().mean()
     # Schedules that compute weight gradients separately do this: InterleavedZeroBubble, ZBVZeroBubble, DualPipeV.

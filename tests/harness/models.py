@@ -97,6 +97,32 @@ class ShuffledStack(Stack):
         return x
 
 
+class RaisesInBackward(torch.autograd.Function):
+    """The identity, whose backward raises an ArithmeticError."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError("on purpose, in backward")
+
+
+class Product(torch.autograd.Function):
+    """A linear layer that saves its weight itself, as fused cross entropies and Transformer Engine's layers do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        return gradients[0] @ weight, gradients[0].t() @ x
+
+
 def three_blocks() -> nn.Module:
     """Build three blocks of different sizes."""
     return Stack(Block(), Block(hidden=1), Block(hidden=17))

@@ -50,12 +50,19 @@ def parts_of(model: nn.Module) -> Iterator[nn.Module]:
     yield model
 
 
-def sharded(model: nn.Module, strategy: str | None = None, **options: Any) -> Any:
-    """Make units of ``parts_of`` a model, and return it.
+def sharded(
+    model: nn.Module,
+    strategy: str | None = None,
+    *,
+    units: Callable[[Any], Iterable[Any]] | None = None,
+    **options: Any,
+) -> Any:
+    """Make units of ``parts_of`` a model, or of the given modules and the model, and return the model.
 
     Args:
         strategy: a key of ``STRATEGIES``, over all ranks (halves of them first, of two axes); by default what
             ``fully_shard`` does by default.
+        units: returns the modules of a model that become units before the model does; a list becomes one unit.
         options: of ``fully_shard``; "mesh" may be a shape.
     """
     mesh = options.pop("mesh", None)
@@ -65,7 +72,7 @@ def sharded(model: nn.Module, strategy: str | None = None, **options: Any) -> An
         mesh = mesh or ((2, size // 2) if len(STRATEGIES[strategy].dp_axes) == 2 else (size,))
     if mesh is not None:
         options["mesh"] = make_mesh(mesh) if isinstance(mesh, tuple) else mesh
-    for part in parts_of(model):
+    for part in parts_of(model) if units is None else (*units(model), model):
         fully_shard(part, **options)
     return model
 
@@ -74,19 +81,6 @@ def sharded_model(strategy: str = "optim_grads_params", seed: int = 0, **options
     """Make the token model from a seed and shard it as ``sharded`` does."""
     model: Model = sharded(make_model(seed), strategy, **options)
     return model
-
-
-def shard_each(model: nn.Module) -> None:
-    """Make a unit of every direct child (of every entry, for a ModuleList), and one of the model."""
-    sharded(model)
-
-
-def shard_layers(model: nn.Module, **options: Any) -> None:
-    """Shard every layer of a ``Stack`` with the same options, and the stack with the mesh and placements among them."""
-    assert isinstance(model, Stack)
-    for layer in model.layers:
-        fully_shard(layer, **options)
-    fully_shard(model, options.get("mesh"), options.get("placements"))
 
 
 def units_of(model: nn.Module) -> list[FsdpModule]:
@@ -194,7 +188,7 @@ class Case:
 
     build: Callable[[], nn.Module]
     loss: Callable[[nn.Module, int, int], Losses]
-    shard: Callable[[nn.Module], None] = shard_each
+    shard: Callable[[nn.Module], object] = sharded
     prepare: Callable[[nn.Module, int], None] | None = None
     optimizer: Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer] | None = None
     steps: int = 3

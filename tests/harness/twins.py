@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -44,6 +44,12 @@ class Twins:
     def optimizers(self, make: Callable[..., torch.optim.Optimizer], **options: Any) -> list[torch.optim.Optimizer]:
         """Make an optimizer of what requires gradients in each."""
         return [make([p for p in model.parameters() if p.requires_grad], **options) for model in self]
+
+    def step(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Step optimizers of both, and drop the gradients."""
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
 
     def backward(self, step: int = 0, loss: Loss = squared, scale: float = 1.0) -> None:
         """Run forward and backward of ``loss(model, rank, step)``: on this rank's data, and on those of all ranks."""

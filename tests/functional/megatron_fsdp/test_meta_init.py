@@ -16,7 +16,6 @@ from dbuffer import memory_meter
 from megatron_fsdp import (
     ConfigError,
     MixedPrecisionPolicy,
-    Placements,
     StateError,
     fsdp_no_shard,
     fully_shard,
@@ -26,7 +25,7 @@ from megatron_fsdp import (
 from tests.harness import on_ranks, run_ranks
 from tests.harness.grids import nightly_but
 from tests.harness.models import Block, Made
-from tests.harness.oracle import differing, units_of, whole
+from tests.harness.oracle import differing, sharded, units_of, whole
 
 STRATEGIES = {
     (1,): ("optim_grads_params",),
@@ -65,14 +64,14 @@ class Tagged(nn.Module):
         return self.head(x * self.scale + self.table.to(x.dtype))
 
 
+def blocks_of(model: Tagged) -> nn.ModuleList:
+    return model.blocks
+
+
 def sharded_on_meta(mesh_shape: tuple[int, ...], strategy: str, policy: MixedPrecisionPolicy | None = None) -> Tagged:
     with torch.device("meta"):
         model = Tagged()
-    mesh = init_device_mesh("cpu", mesh_shape)
-    placements = getattr(Placements, strategy)(*range(len(mesh_shape)))
-    for part in (*model.blocks, model):
-        fully_shard(part, mesh, placements, mp_policy=policy)
-    return model
+    return sharded(model, strategy, units=blocks_of, mesh=mesh_shape, mp_policy=policy)
 
 
 def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -128,8 +127,7 @@ def test_a_materialized_model_trains_like_one_built_with_values() -> None:
     materialize(on_meta)
     values, model = values_of(on_meta), Tagged()
     model.load_state_dict(values)
-    for part in (*model.blocks, model):
-        fully_shard(part, mp_policy=policy)
+    sharded(model, units=blocks_of, mp_policy=policy)
     losses: list[list[float]] = [[], []]
     for each, seen in zip((on_meta, model), losses, strict=True):
         optimizer = fully_shard_optimizer(torch.optim.AdamW(each.parameters(), lr=0.01))
@@ -218,9 +216,7 @@ def test_replicated_parameters_stay_so_through_meta_initialisation() -> None:
         model = Tagged()
     fsdp_no_shard(model.scale)
     fsdp_no_shard(model.blocks[1])
-    for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model)
+    sharded(model, units=blocks_of)
     torch.manual_seed(100)
     materialize(model)
     assert all(each.to_local().shape == each.shape for each in (model.scale, *model.blocks[1].parameters()))

@@ -1,14 +1,12 @@
 """Gradients and weights equal a whole model's for each choice of one unit, each mesh and each switch.
 
-FSDP2's programs (``compatibility_programs``) test hooks, collectives and forward methods.
+FSDP2's programs (``compatibility.agreements``) test hooks, collectives and forward methods.
 """
 
 import copy
 import functools
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -30,15 +28,10 @@ from megatron_fsdp import (
 from tests.harness import on_ranks, run_ranks
 from tests.harness.grids import nightly_but
 from tests.harness.models import Block, Made, Stack, inputs, squared, three_blocks
-from tests.harness.oracle import Case, compare, shard_layers, units_of, whole
+from tests.harness.oracle import Case, compare, sharded, units_of, whole
 from tests.harness.twins import Twins
 
 BASE = Case(three_blocks, squared)
-
-
-def each(**options: Any) -> Callable[[nn.Module], None]:
-    """Return a function that shards every block, and the model, with the same options."""
-    return functools.partial(shard_layers, **options)
 
 
 GROUPS = [(4, 2), (4, 1), (4, 4), (2, 2), (1, 1)]
@@ -46,7 +39,7 @@ GROUPS = [(4, 2), (4, 1), (4, 4), (2, 2), (1, 1)]
 
 @pytest.mark.parametrize(("num_ranks", "size"), nightly_but([(4, 2), (2, 2)], GROUPS))
 def test_gradients_are_exact_when_weights_are_resharded_to_groups(num_ranks: int, size: int) -> None:
-    results = run_ranks(num_ranks, compare, replace(BASE, shard=each(reshard_after_forward=size)))
+    results = run_ranks(num_ranks, compare, replace(BASE, shard=functools.partial(sharded, reshard_after_forward=size)))
     assert all(result.is_exact or (num_ranks == 1 and result.worst_weight < 2e-6) for result in results), results
 
 
@@ -54,7 +47,7 @@ def test_gradients_are_exact_when_weights_are_resharded_to_groups(num_ranks: int
 def test_backward_gathers_within_the_smaller_group_what_forward_kept() -> None:
     size = 2
     model = three_blocks()
-    each(reshard_after_forward=size)(model)
+    sharded(model, reshard_after_forward=size)
     numel = sum(group.plan.numel for unit in units_of(model) for group in unit.parameter_groups)
     kinds: Counter[tuple[int, int]] = Counter()
     phase = 0
@@ -130,18 +123,6 @@ def test_replicated_parameters_are_whole_everywhere_and_reduced_without_a_gather
     assert norms[0] == norms[1] == norms[2]
 
 
-@on_ranks(1)
-def test_unfreezing_a_parameter_without_an_fp32_main_weight_is_refused_by_name() -> None:
-    model = nn.Linear(4, 4).to(torch.bfloat16).requires_grad_(False)
-    fully_shard(model, mp_policy=MixedPrecisionPolicy(main_params_dtype=torch.float32))
-    model.requires_grad_(True)
-    with pytest.raises(ValueError) as refused:
-        model(torch.ones(1, 4, dtype=torch.bfloat16))
-    message = str(refused.value)
-    assert "'weight'" in message
-    assert "freeze it afterwards" in message
-
-
 MESHES = [((2,), "optim_grads_params"), ((2, 2), "hsdp"), ((2, 2), "hfsdp")]
 
 
@@ -151,7 +132,7 @@ def test_gradients_are_exact_with_offload_under(mesh_shape: tuple[int, ...], str
     mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("outer", "inner")[-len(mesh_shape) :])
     placements = getattr(Placements, strategy)(*range(len(mesh_shape)))
     options = {"mesh": mesh, "placements": placements, "offload_policy": CPUOffloadPolicy()}
-    result = compare(replace(BASE, shard=each(**options)))
+    result = compare(replace(BASE, shard=functools.partial(sharded, **options)))
     assert result.is_exact, result
 
 

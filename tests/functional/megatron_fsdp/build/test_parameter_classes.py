@@ -8,7 +8,7 @@ from torch import nn
 
 from megatron_fsdp import AdamW, ConfigError, fully_shard
 from tests.harness import on_ranks
-from tests.harness.twins import Twins
+from tests.harness.twins import Twins, sharded
 
 
 class Tagged(nn.Parameter):
@@ -36,15 +36,14 @@ def loss(model: Any, rank: int, step: int) -> torch.Tensor:
     return result
 
 
-def shard(model: Any) -> None:
-    fully_shard(model[0])
-    fully_shard(model)
+def first_layer(model: Any) -> list[nn.Module]:
+    return [model[0]]
 
 
 @pytest.mark.parametrize("kind", ["torch", "foreach", "ours"])
 @on_ranks(2)
 def test_groups_by_parameter_class_train_like_the_plain_model(kind: str) -> None:
-    twins = Twins(tagged_model, shard=shard)
+    twins = Twins(tagged_model, units=first_layer)
     optimizers = []
     for model in twins:
         groups = [
@@ -66,7 +65,7 @@ def test_groups_by_parameter_class_train_like_the_plain_model(kind: str) -> None
 def test_attributes_and_methods_of_a_parameter_survive() -> None:
     model = tagged_model()
     whole = model[0].weight.detach().clone()
-    shard(model)
+    sharded(model, units=first_layer)
     assert [parameter.tag for parameter in model.parameters()] == ["matrix", "vector"] * 2
     assert torch.equal(model[0].weight.doubled().full_tensor(), whole * 2)
     model.load_state_dict(model.state_dict())
@@ -79,7 +78,7 @@ def test_attributes_and_methods_of_a_parameter_survive() -> None:
 def test_a_class_stays_through_to_empty() -> None:
     with torch.device("meta"):
         model = tagged_model()
-    shard(model)
+    sharded(model, units=first_layer)
     model.to_empty(device="cpu")
     assert isinstance(model[1].weight, Tagged)
     assert model[1].bias.tag == "vector"

@@ -19,7 +19,7 @@ from tests.certify.matrix import Run, merged, run_matrix, run_on_rank
 from tests.certify.mutants import EQUIVALENT, MODULES, OPEN, applied, key, mutants, survey
 from tests.harness import on_ranks, run_ranks
 from tests.harness.models import inputs, three_blocks, world_mesh
-from tests.harness.oracle import shard_each
+from tests.harness.oracle import sharded
 
 
 def findings(runs: list[Run]) -> list[str]:
@@ -166,8 +166,7 @@ def test_ranks_that_issue_different_collectives_are_found() -> None:
 
 
 def certified_job(has_sync: bool) -> Certificate:
-    model = three_blocks()
-    shard_each(model)
+    model = sharded(three_blocks())
     optimizer = AdamW(model.parameters(), lr=1e-2, max_norm=1.0)
 
     def step(number: int) -> None:

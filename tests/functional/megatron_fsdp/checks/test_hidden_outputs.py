@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import distributions, nn
 
-from megatron_fsdp import fully_shard
 from tests.harness import on_ranks
 from tests.harness.models import squared
 from tests.harness.twins import Twins
@@ -87,29 +86,22 @@ class Chain(nn.Module):
         return found
 
 
-def shard_middle(model: Any) -> None:
-    fully_shard(model.middle, reshard_after_forward=True)
-    fully_shard(model, reshard_after_forward=True)
-
-
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @on_ranks(lambda num_ranks: num_ranks)
 def test_a_unit_that_returns_an_object_trains_like_the_plain_model(num_ranks: int) -> None:
     for way in WAYS:
-        twins = Twins(functools.partial(Chain, way), shard=shard_middle)
+        twins = Twins(functools.partial(Chain, way), units=lambda m: [m.middle], reshard_after_forward=True)
         optimizers = twins.optimizers(torch.optim.SGD, lr=0.1)
         for step in range(2):
             twins.backward(step, squared)
             assert twins.gradients_apart() < 1e-6, way
-            for optimizer in optimizers:
-                optimizer.step()
-            twins.zero_grad()
+            twins.step(optimizers)
         assert twins.weights_apart() < 1e-6, way
 
 
 @on_ranks(2)
 def test_tensors_of_earlier_calls_in_an_object_enter_no_unit() -> None:
-    twins = Twins(functools.partial(Chain, "object"), shard=shard_middle)
+    twins = Twins(functools.partial(Chain, "object"), units=lambda m: [m.middle], reshard_after_forward=True)
     for model in twins:
         kept: list[Any] = []
 

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 from dbuffer import whereabouts
-from megatron_fsdp import fully_shard
 from megatron_fsdp.checks import rendezvous
 from tests.harness import RankError, on_ranks, run_ranks
+from tests.harness.oracle import sharded
 from tests.harness.timeouts import give_up_after
 
 
@@ -23,7 +23,8 @@ def run_one_more_forward(grad: bool) -> None:
     # The engine's communicators use the job's timeout, which is short here but not the limit of this call.
     give_up_after(10.0)
     plain = nn.Sequential(*(nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8)) for _ in range(3)))
-    model = sharded_blocks(copy.deepcopy(plain))
+    # Units of one size: gloo ends the process if ranks gather different sizes.
+    model = sharded(copy.deepcopy(plain), reshard_after_forward=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
     def step() -> None:
@@ -40,14 +41,6 @@ def run_one_more_forward(grad: bool) -> None:
             assert torch.allclose(model(inputs), plain(inputs))
     for _ in range(3):
         step()
-
-
-def sharded_blocks(model: nn.Sequential) -> nn.Sequential:
-    """Make units of one size; gloo ends the process if ranks gather different sizes."""
-    for block in model:
-        fully_shard(block, reshard_after_forward=True)
-    fully_shard(model)
-    return model
 
 
 @pytest.mark.parametrize("grad", [False, True])

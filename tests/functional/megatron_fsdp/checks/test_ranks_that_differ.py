@@ -13,7 +13,7 @@ from dbuffer.errors import ReadError
 from megatron_fsdp import Muon, clip_grad_norm_, fully_shard
 from tests.harness import RankError, on_ranks, run_ranks
 from tests.harness.models import Block, Stack, squared
-from tests.harness.twins import Twins
+from tests.harness.twins import Twins, sharded
 
 READS: dict[str, Callable[[nn.Module], object]] = {
     "norm": lambda model: model.layers[0].up.weight.norm().item(),
@@ -23,20 +23,14 @@ READS: dict[str, Callable[[nn.Module], object]] = {
 }
 
 
-def shard(model: nn.Module) -> nn.Module:
-    for layer in model.layers:
-        fully_shard(layer)
-    return fully_shard(model)
-
-
-def sharded() -> nn.Module:
-    return shard(Stack(Block(), Block()))
+def two_blocks() -> nn.Module:
+    return sharded(Stack(Block(), Block()))
 
 
 @pytest.mark.parametrize("read", READS)
 @on_ranks(3)
 def test_a_read_of_one_rank_never_pairs_with_a_read_after_the_step(read: str) -> None:
-    model = sharded()
+    model = two_blocks()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     squared(model, dist.get_rank(), 0).backward()
 
@@ -68,7 +62,7 @@ def test_a_norm_of_all_gradients_on_one_rank_ends_with_its_name_on_every_rank(no
 
 
 def train_with_a_norm_on_one_rank(norm: str) -> None:
-    model = sharded()
+    model = two_blocks()
     for step in range(2):
         squared(model, dist.get_rank(), step).backward()
         if dist.get_rank() == 0:
@@ -77,25 +71,25 @@ def train_with_a_norm_on_one_rank(norm: str) -> None:
 
 @on_ranks(2)
 def test_reads_of_two_weights_of_one_size_are_refused_on_both_ranks() -> None:
-    model = sharded()
+    model = two_blocks()
     with pytest.raises(ReadError, match=r"rank 0 reads all of 'up.weight' of unit 'layers.0'.*unit 'layers.1'"):
         model.layers[dist.get_rank()].up.weight.full_tensor()
 
 
 @on_ranks(3)
 def test_units_in_another_order_on_one_rank_are_named_on_all_ranks() -> None:
-    model = sharded()
+    model = two_blocks()
     if dist.get_rank() == 2:
         model.layers = model.layers[::-1]
     with pytest.raises(MeshError, match=r"run other units.*number 1 is of 'layers.[01]'.*fix: root.set_forward_order"):
         squared(model, dist.get_rank(), 0).backward()
     with pytest.raises(MeshError, match="fix: end this process and start the job again"):
-        squared(sharded(), dist.get_rank(), 0)
+        squared(two_blocks(), dist.get_rank(), 0)
 
 
 @on_ranks(2)
 def test_parameters_frozen_on_one_rank_are_named_before_the_first_gather() -> None:
-    model = sharded()
+    model = two_blocks()
     if dist.get_rank() == 0:
         model.layers[1].requires_grad_(False)
     with pytest.raises(MeshError, match=r"rank 0 has unit 'layers.1' \(.*frozen: .*rank 1 has .*all trained"):
@@ -104,7 +98,7 @@ def test_parameters_frozen_on_one_rank_are_named_before_the_first_gather() -> No
 
 @on_ranks(2)
 def test_adamw_trains_right_with_parameters_in_another_order_on_one_rank() -> None:
-    twins = Twins(lambda: Stack(Block(), Block()), shard=shard)
+    twins = Twins(lambda: Stack(Block(), Block()))
     params = list(twins.model.parameters())
     optimizers = [
         torch.optim.AdamW(params[::-1] if dist.get_rank() else params, lr=0.1),
@@ -114,16 +108,14 @@ def test_adamw_trains_right_with_parameters_in_another_order_on_one_rank() -> No
         twins.backward(step)
         for parameters in (params[::-1] if dist.get_rank() else params, twins.plain.parameters()):
             nn.utils.clip_grad_norm_(parameters, 0.01)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        twins.step(optimizers)
     assert twins.weights_apart() < 1e-5
 
 
 @pytest.mark.parametrize("make", [Muon, torch.optim.Muon])
 @on_ranks(3)
 def test_muon_refuses_matrices_in_another_order_on_one_rank(make: type[torch.optim.Optimizer]) -> None:
-    model = sharded()
+    model = two_blocks()
     matrices = [p for p in model.parameters() if p.ndim == 2]
     optimizer = make(matrices[::-1] if dist.get_rank() == 1 else matrices, lr=0.1)
     squared(model, dist.get_rank(), 0).backward()

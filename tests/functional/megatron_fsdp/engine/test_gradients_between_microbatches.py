@@ -1,6 +1,5 @@
 """If each microbatch's reduction is final on a shard, ``.grad`` shows the sum so far, like in FSDP2."""
 
-import copy
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -10,28 +9,26 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from megatron_fsdp import Placements, StateError, fully_shard
+from megatron_fsdp import Placements, StateError
 from megatron_fsdp.megatron import fully_shard_model
 from tests.harness import on_ranks
+from tests.harness.models import inputs
+from tests.harness.twins import Twins, sharded
 
 NUM_MICROBATCHES = 3
 HSDP, HFSDP, ZERO2 = Placements.hsdp(0, 1), Placements.hfsdp(0, 1), Placements.optim_grads(0)
 
 
 def make_model() -> nn.Sequential:
-    torch.manual_seed(5)
     return nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3, bias=False))
 
 
-def batch(microbatch: int, rank: int) -> torch.Tensor:
-    return torch.randn(2, 7, generator=torch.Generator().manual_seed(10 * microbatch + rank))
+def summed_squares(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    return model(inputs(rank, step, 2, 7)).square().sum()
 
 
 def shard(model: nn.Sequential, shape: tuple[int, ...], placements: Placements | None) -> Any:
-    mesh = init_device_mesh("cpu", shape)
-    for module in (*model, model):
-        fully_shard(module, mesh, placements)
-    return model
+    return sharded(model, mesh=shape, placements=placements)
 
 
 def shard_as_megatron(model: nn.Sequential, shape: tuple[int, ...], outer: int) -> Any:
@@ -65,28 +62,22 @@ def said_not_to_be_last(model: Any, microbatch: int) -> AbstractContextManager[N
 )  # fmt: skip
 @on_ranks(lambda arguments: arguments[0][-1])
 def test_the_gradient_so_far_is_that_of_a_plain_model_and_may_be_scaled(make: Any, arguments: tuple[Any, ...]) -> None:
-    plain = make_model()
-    model = make(copy.deepcopy(plain), *arguments)
-    apart = []
+    twins = Twins(make_model, shard=lambda model: make(model, *arguments))
     for microbatch in range(NUM_MICROBATCHES):
-        with said_not_to_be_last(model, microbatch):
-            model(batch(microbatch, dist.get_rank())).square().sum().backward()
-        for rank in range(dist.get_world_size()):
-            (plain(batch(microbatch, rank)).square().sum() / dist.get_world_size()).backward()
-        pairs = [(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True)]
-        assert all(wanted is not None and wanted.count_nonzero() for _, wanted in pairs)
-        apart.append(max((found.full_tensor() - wanted).abs().max().item() for found, wanted in pairs))
+        with said_not_to_be_last(twins.model, microbatch):
+            twins.backward(microbatch, summed_squares)
+        assert all(parameter.grad.count_nonzero() for parameter in twins.plain.parameters())
+        assert twins.gradients_apart() < 1e-5
         if microbatch == 0:
-            for gradient in (gradient for pair in pairs for gradient in pair):
-                gradient.mul_(0.5)
-    assert max(apart) < 1e-5
+            for parameter in (parameter for model in twins for parameter in model.parameters()):
+                parameter.grad.mul_(0.5)
 
 
 @on_ranks(2)
 def test_a_sum_that_replicas_have_parts_of_is_not_shown() -> None:
     model = shard(make_model(), (2, 1), HSDP)
     model.set_is_last_backward(False)
-    model(batch(0, dist.get_rank())).sum().backward()
+    summed_squares(model, dist.get_rank(), 0).backward()
     with pytest.raises(StateError) as refused:
         model[0].weight.grad.norm()
     text = str(refused.value)

@@ -36,7 +36,7 @@ from tests.functional.split_weights import (
 from tests.harness import on_ranks
 from tests.harness.grids import nightly_but
 from tests.harness.models import Block, Model, Stack, draw_tokens, inputs, loss_of, make_model, world_mesh
-from tests.harness.oracle import differing, shard_layers, sharded, sharded_model
+from tests.harness.oracle import differing, sharded, sharded_model
 
 EVERY_LAYOUT = [
     *(("optim_grads_params", (size,)) for size in (1, 3, 4)),
@@ -108,7 +108,7 @@ def test_materialize_draws_the_values_that_fp32_main_weights_get() -> None:
     for policy in (PLAIN, SPLIT):
         with torch.device("meta"):
             model = Stack(Block(), Block(hidden=1))
-        shard_layers(model, mesh=world_mesh(), mp_policy=policy)
+        sharded(model, mesh=world_mesh(), mp_policy=policy)
         torch.manual_seed(7)
         materialize(model)
         assert all(p.dtype is (BF16 if policy is SPLIT else FP32) for p in model.parameters())
@@ -120,9 +120,7 @@ def test_materialize_draws_the_values_that_fp32_main_weights_get() -> None:
 def test_offloading_changes_no_bit() -> None:
     found = []
     for offload in (None, CPUOffloadPolicy(pin_memory=False)):
-        model = make_model()
-        for part in (*model.blocks, model):
-            fully_shard(part, world_mesh(), mp_policy=SPLIT, offload_policy=offload)
+        model = sharded_model(mp_policy=SPLIT, offload_policy=offload)
         train_on_two_microbatches(model, make_adamw(model), range(3), dist.get_rank())
         found.append(full_weights(model))
     assert differing(found[0], found[1]) == []

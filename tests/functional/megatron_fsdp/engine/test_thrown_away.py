@@ -1,4 +1,4 @@
-"""Errors after microbatches that were dropped or interrupted; allowed uses are in ``random_use_cases``."""
+"""Errors after microbatches that were dropped or interrupted; allowed uses are in ``random_use.cases``."""
 
 import re
 from collections.abc import Callable

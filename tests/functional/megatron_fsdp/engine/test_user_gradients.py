@@ -156,9 +156,7 @@ def _off(one: torch.Tensor | None, other: torch.Tensor) -> float:
 
 
 def rooted() -> Twins:
-    return Twins(
-        lambda: Headed(Block(), outputs=3), shard=lambda model: (fully_shard(model.layers[0]), fully_shard(model))
-    )
+    return Twins(lambda: Headed(Block(), outputs=3))
 
 
 @on_ranks(2)
@@ -317,9 +315,7 @@ def test_amsgrad_trains_together_with_an_empty_parameter() -> None:
     optimizers = twins.optimizers(torch.optim.Adam, amsgrad=True, foreach=False)
     for step in range(3):
         twins.backward(step)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        twins.step(optimizers)
     assert isinstance(twins.model.empty, DTensor)
     assert twins.weights_apart() < 2e-6
     assert twins.model.empty.full_tensor().shape == (6, 0)

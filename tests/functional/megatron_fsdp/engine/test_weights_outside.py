@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -14,8 +13,10 @@ from torch import nn
 from torch.nn import functional
 
 from dbuffer import PlacementError
-from megatron_fsdp import ConfigError, Placements, fully_shard
+from megatron_fsdp import ConfigError, fully_shard
 from tests.harness import on_ranks
+from tests.harness.models import Product, inputs
+from tests.harness.twins import Twins
 
 
 class Lazy(nn.Linear):
@@ -24,20 +25,6 @@ class Lazy(nn.Linear):
     def forward(self, x: torch.Tensor) -> Iterator[torch.Tensor]:  # type: ignore[override]  # on purpose
         for row in x:
             yield functional.linear(row, self.weight, self.bias)
-
-
-class Product(torch.autograd.Function):
-    """A product without operators that autograd sees, like a fused cross entropy."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        return x @ weight.t()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        x, weight = ctx.saved_tensors
-        return gradient @ weight, gradient.t() @ x
 
 
 class Net(nn.Module):
@@ -62,27 +49,26 @@ USES: dict[str, Any] = {
 }
 
 
+def units(model: Net) -> list[nn.Module]:
+    return [model.first, model.norm, model.lazy, model.attention.out_proj, model.head]
+
+
 @pytest.mark.parametrize("strategy", ["optim_grads_params", "optim_grads", "optim", "no_shard"])
 @on_ranks(lambda strategy: 3 if strategy == "optim_grads_params" else 2)
 def test_weights_used_outside_of_their_units_forward_train_like_the_plain_model(strategy: str) -> None:
     for name, use in USES.items():
-        torch.manual_seed(3)
-        plain = Net().double()
-        model = copy.deepcopy(plain)
-        for part in (model.first, model.norm, model.lazy, model.attention.out_proj, model.head, model):
-            fully_shard(part, placements=getattr(Placements, strategy)())
-        data = torch.randn(dist.get_world_size(), 4, 6, generator=torch.Generator().manual_seed(7)).double()
+
+        def loss(model: Any, rank: int, step: int, use: Any = use) -> torch.Tensor:
+            found: torch.Tensor = use(model, model.first(inputs(rank, step, 4, 6).double())).square().sum()
+            return found
+
+        twins = Twins(lambda: Net().double(), strategy, units=units)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*outside of its unit's forward")
-            loss = use(model, model.first(data[dist.get_rank()])).square().sum()
-            loss.backward()
-        losses = [use(plain, plain.first(rows)).square().sum() for rows in data]
-        (sum(losses) / len(losses)).backward()
-        assert torch.allclose(loss.detach(), losses[dist.get_rank()].detach()), name
-        for (path, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
-            assert (mine.grad is None) == (theirs.grad is None), (name, path)
-            if theirs.grad is not None:
-                assert torch.allclose(mine.grad.full_tensor(), theirs.grad), (name, path)
+            twins.backward(0, loss)
+            losses = [loss(model, dist.get_rank(), 0).detach() for model in twins]
+        assert torch.allclose(*losses), name
+        assert twins.gradients_apart() < 1e-12, name
 
 
 @on_ranks(2)

@@ -1,6 +1,5 @@
 """Writes to sharded parameters, and attributes set on them, equal the plain model or raise a named error."""
 
-import io
 import re
 from typing import Any
 
@@ -48,24 +47,15 @@ def adapted() -> nn.Module:
     return Stack(Adapted(), Adapted(), nn.Linear(WIDTH, 5))
 
 
-def shard_all(model: Any) -> None:
-    for layer in model.children():
-        for each in layer if isinstance(layer, nn.ModuleList) else (layer,):
-            fully_shard(each, reshard_after_forward=True)
-    fully_shard(model)
-
-
 @pytest.mark.parametrize("how", ["+= of .data", "add_ to .data", "assigned .data"])
 @pytest.mark.parametrize("has_gradients", [False, True])
 @on_ranks(3)
 def test_an_adapter_merged_outside_of_no_grad_is_in_the_weights(how: str, has_gradients: bool) -> None:
-    twins = Twins(adapted, shard=shard_all)
+    twins = Twins(adapted, reshard_after_forward=True)
     optimizers = twins.optimizers(torch.optim.SGD, lr=0.1)
     twins.backward()
     if not has_gradients:
-        for optimizer in optimizers:
-            optimizer.step()
-        twins.zero_grad()
+        twins.step(optimizers)
     for model in twins:
         for layer in model.modules():
             if isinstance(layer, Adapted):
@@ -215,19 +205,3 @@ def test_a_mask_is_refused_with_the_place_for_prune_remove() -> None:
     fully_shard(model)
     with pytest.raises(PlacementError, match=r"parameter '0\.weight_orig'.*Call prune\.remove, .* before fully_shard"):
         prune.remove(model[0], "weight")
-
-
-@on_ranks(2)
-def test_a_rank_reads_its_own_file_of_sharded_tensors() -> None:
-    model: Any = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1))
-    fully_shard(model)
-    wanted = {name: value.full_tensor() for name, value in model.state_dict().items()}
-    file = io.BytesIO()
-    torch.save(model.state_dict(), file)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    file.seek(0)
-    model.load_state_dict(torch.load(file, weights_only=False))
-    for name, value in model.state_dict().items():
-        assert torch.equal(value.full_tensor(), wanted[name])

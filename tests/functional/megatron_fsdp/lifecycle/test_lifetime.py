@@ -11,8 +11,8 @@ from torch import nn
 from dbuffer import memory_meter
 from megatron_fsdp import FsdpModule, fully_shard_optimizer
 from tests.harness import on_ranks
-from tests.harness.models import Block, Stack, loss_of_rank
-from tests.harness.oracle import shard_each
+from tests.harness.models import Block, RaisesInBackward, Stack, loss_of_rank
+from tests.harness.oracle import sharded
 
 
 class Failing(Block):
@@ -20,21 +20,11 @@ class Failing(Block):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.mode == "forward":
-            raise RuntimeError("out of memory, say")
+            raise ArithmeticError("on purpose, in forward")
         x = super().forward(x)
         if self.mode == "backward":
-            x = _RaiseInBackward.apply(x)
+            x = RaisesInBackward.apply(x)
         return x
-
-
-class _RaiseInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
-        raise RuntimeError("out of memory, say")
 
 
 def failing_stack() -> Stack:
@@ -52,7 +42,7 @@ def failing(model: nn.Module, mode: str) -> Iterator[None]:
 
 
 def run_to_failure(model: nn.Module, mode: str, step: int = 0) -> None:
-    with failing(model, mode), pytest.raises(RuntimeError, match="out of memory, say"):
+    with failing(model, mode), pytest.raises(ArithmeticError, match="on purpose"):
         loss_of_rank(model, step).backward()
 
 
@@ -86,8 +76,7 @@ def test_deleting_a_model_frees_its_buffers_without_the_garbage_collector_after(
     gc.disable()
     try:
         before = memory_meter().current_bytes
-        model = failing_stack()
-        shard_each(model)
+        model = sharded(failing_stack())
         assert memory_meter().current_bytes > before
         kept = LIVES[life](model)
         del model
@@ -100,8 +89,7 @@ def test_deleting_a_model_frees_its_buffers_without_the_garbage_collector_after(
 @pytest.mark.parametrize("mode", ["forward", "backward"])
 @on_ranks(2)
 def test_a_step_after_an_exception_leaves_nothing_allocated_from_an_exception_in(mode: str) -> None:
-    model = failing_stack()
-    shard_each(model)
+    model = sharded(failing_stack())
     held = [memory_meter().current_bytes]
     for step in range(3):
         run_to_failure(model, mode, step)

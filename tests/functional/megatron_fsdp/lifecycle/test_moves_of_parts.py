@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_fsdp import StateError, fully_shard
+from megatron_fsdp import StateError
 from tests.harness import on_ranks
-from tests.harness.twins import Twins
+from tests.harness.twins import Twins, sharded
 
 
 def nested() -> nn.Module:
@@ -23,9 +23,8 @@ def loss(model: Any, rank: int, step: int) -> torch.Tensor:
     return result
 
 
-def shard(model: Any) -> None:
-    fully_shard(model[1])
-    fully_shard(model)
+def last(model: Any) -> list[nn.Module]:
+    return [model[1]]
 
 
 SAME: list[Callable[[nn.Module], object]] = [
@@ -40,7 +39,7 @@ OTHER: list[Callable[[nn.Module], object]] = [
 
 @on_ranks(2)
 def test_a_move_of_a_part_that_changes_nothing_is_allowed() -> None:
-    twins = Twins(lambda: nested().eval(), shard=shard)
+    twins = Twins(lambda: nested().eval(), units=last)
     parameters = list(twins.model.parameters())
     twins.backward(loss=loss)
     for move in SAME:
@@ -55,7 +54,7 @@ def test_a_move_of_a_part_that_changes_nothing_is_allowed() -> None:
 
 @on_ranks(2)
 def test_a_function_of_values_is_applied_to_a_part() -> None:
-    twins = Twins(nested, shard=shard)
+    twins = Twins(nested, units=last)
     for model in twins:
         model[0]._apply(lambda tensor: tensor * 2 if tensor.is_floating_point() else tensor)
     assert twins.weights_apart() == 0
@@ -64,8 +63,7 @@ def test_a_function_of_values_is_applied_to_a_part() -> None:
 @pytest.mark.parametrize("index", range(len(OTHER)))
 @on_ranks(2)
 def test_a_move_of_a_part_elsewhere_is_refused_by_name(index: int) -> None:
-    model: Any = nested()
-    shard(model)
+    model = sharded(nested(), units=last)
     with pytest.raises(StateError, match=r"parameters '0\.0\.weight', .*'0\.2\.bias'.*fix:.*CPUOffloadPolicy"):
         OTHER[index](model[0])
     model(torch.ones(4, 3)).sum().backward()
@@ -73,8 +71,7 @@ def test_a_move_of_a_part_elsewhere_is_refused_by_name(index: int) -> None:
 
 @on_ranks(2)
 def test_the_whole_model_is_converted_with_its_parts() -> None:
-    model: Any = nested()
-    shard(model)
+    model = sharded(nested(), units=last)
     model.double()
     assert all(parameter.dtype is torch.float64 for parameter in model.parameters())
     model(torch.ones(4, 3, dtype=torch.float64)).sum().backward()
@@ -82,7 +79,6 @@ def test_the_whole_model_is_converted_with_its_parts() -> None:
 
 @on_ranks(2)
 def test_a_copy_of_a_part_converts_itself() -> None:
-    model: Any = nested()
-    shard(model)
+    model = sharded(nested(), units=last)
     copied = copy.deepcopy(model[0][1])
     assert copied._apply.__self__ is copied

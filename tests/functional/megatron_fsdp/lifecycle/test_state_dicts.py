@@ -22,13 +22,13 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from megatron_fsdp import AdamW, fully_shard, fully_shard_optimizer, load_checkpoint, save_checkpoint
+from megatron_fsdp import AdamW, fully_shard_optimizer, load_checkpoint, save_checkpoint
 from megatron_fsdp.lifecycle.module import unit_of
 from tests.functional.checkpoint_cases import full_optimizer_state
 from tests.harness import on_ranks
 from tests.harness.grids import nightly_but
 from tests.harness.models import Model, make_model
-from tests.harness.oracle import differing, sharded_model, train, whole_state
+from tests.harness.oracle import differing, sharded, sharded_model, train, whole_state
 
 # torch's own types for a state dict are too wide to be of use here.
 State = dict[str, Any]
@@ -69,9 +69,7 @@ def sharded_like(model: Model, wanted: State) -> Model:
     other = make_model(seed=99)
     other.load_state_dict(wanted)
     spec = unit_of(model).groups[0].spec
-    for block in other.blocks:
-        fully_shard(block, spec.mesh, spec.placements)
-    return fully_shard(other, spec.mesh, spec.placements)
+    return sharded(other, mesh=spec.mesh, placements=spec.placements)
 
 
 LOADERS: dict[str, Loader] = {
@@ -105,14 +103,14 @@ def test_a_model_in_use_takes_over_values_and_trains_on_from_them(
 ) -> None:
     other = make_model(seed=1)
     wanted = whole_state(other)
-    train(other, torch.optim.SGD(other.parameters(), lr=0.1), range(1), range(dist.get_world_size()))
+    train(other, torch.optim.SGD(other.parameters(), lr=0.1), range(1))
     model = sharded_model(strategy, mesh=mesh_shape)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    train(model, optimizer, range(1), [dist.get_rank()])
+    train(model, optimizer, range(1))
     # PyTorch's own loaders write into the given dictionary.
     LOADERS[name](model, dict(wanted))
     assert differing(whole_state(model), wanted) == []
-    train(model, optimizer, range(1), [dist.get_rank()])
+    train(model, optimizer, range(1))
     assert differing(whole_state(model), other.state_dict(), 1e-6) == []
 
 
@@ -145,9 +143,8 @@ def flat(optimizer_state: Mapping[str, Any]) -> State:
 def test_the_full_optimizer_state_equals_the_whole_models_and_resumes_bit_for_bit(kind: str) -> None:
     wanted = flat(get_optimizer_state_dict(*whole_adamw(2, NUM_RANKS)))
     options = ADAMW[kind]
-    mine = [dist.get_rank()]
     model, optimizer = sharded_adamw(0, options)
-    train(model, optimizer, range(2), mine)
+    train(model, optimizer, range(2))
     weights = get_model_state_dict(model, options=FULL_ON_RANK_0)
     # PyTorch returns the 0-d step counters themselves, not copies.
     state = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=FULL_ON_RANK_0))
@@ -155,8 +152,8 @@ def test_the_full_optimizer_state_equals_the_whole_models_and_resumes_bit_for_bi
     set_model_state_dict(other, weights, options=FROM_RANK_0)
     moments = copy.deepcopy(flat(state))
     set_optimizer_state_dict(other, other_optimizer, state, options=FROM_RANK_0)
-    train(model, optimizer, range(2, 4), mine)
-    train(other, other_optimizer, range(2, 4), mine)
+    train(model, optimizer, range(2, 4))
+    train(other, other_optimizer, range(2, 4))
     if dist.get_rank() == 0:
         assert differing(moments, wanted, 1e-6) == []
     assert differing(whole_state(other), whole_state(model)) == []
@@ -169,8 +166,8 @@ def test_a_sharded_run_goes_on_from_a_whole_models_state() -> None:
     model, optimizer = sharded_adamw(5, {})
     set_model_state_dict(model, whole_state(whole), options=FULL)
     set_optimizer_state_dict(model, optimizer, state, options=FULL)
-    train(model, optimizer, range(2, 4), [dist.get_rank()])
-    train(whole, whole_optimizer, range(2, 4), range(NUM_RANKS))
+    train(model, optimizer, range(2, 4))
+    train(whole, whole_optimizer, range(2, 4))
     assert differing(whole_state(model), whole.state_dict(), 1e-5) == []
 
 
@@ -197,10 +194,6 @@ def build(kind: str, seed: int = 0) -> tuple[Model, torch.optim.Optimizer]:
     return model, fully_shard_optimizer(KINDS[kind](model.parameters()))
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
-    train(model, optimizer, steps, [dist.get_rank()])
-
-
 def load_by_the_recipe(model: nn.Module, optimizer: torch.optim.Optimizer, path: str) -> None:
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     dcp.load(state, checkpoint_id=path)
@@ -214,13 +207,13 @@ def test_moments_and_steps_come_back_into_a_new_optimizer_bit_for_bit(kind: str,
     # On three ranks, some ranks have no rows of the smaller parameters.
     path = str(tmp_path / "step")
     model, optimizer = build(kind)
-    step(model, optimizer, range(2))
+    train(model, optimizer, range(2))
     dcp.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=path)
     other, other_optimizer = build(kind, seed=1)
     load_by_the_recipe(other, other_optimizer, path)
     assert differing(full_optimizer_state(other, other_optimizer), full_optimizer_state(model, optimizer)) == []
-    step(model, optimizer, range(2, 4))
-    step(other, other_optimizer, range(2, 4))
+    train(model, optimizer, range(2, 4))
+    train(other, other_optimizer, range(2, 4))
     assert differing(whole_state(other), whole_state(model)) == []
     # A frozen parameter has no state.
     assert len(other_optimizer.state) == len(list(make_model().parameters())) - 1
@@ -233,8 +226,8 @@ def test_state_created_by_state_dict_changes_no_step_and_no_checkpoint(kind: str
     model, optimizer = build(kind)
     other, other_optimizer = build(kind)
     other_optimizer.load_state_dict(other_optimizer.state_dict())
-    step(model, optimizer, range(2))
-    step(other, other_optimizer, range(2))
+    train(model, optimizer, range(2))
+    train(other, other_optimizer, range(2))
     assert differing(whole_state(other), whole_state(model)) == []
     fresh, fresh_optimizer = build(kind)
     save_checkpoint(fresh, fresh_optimizer, path)
@@ -251,7 +244,7 @@ def test_an_optimizer_whose_new_state_is_not_zeros_says_that_nothing_was_read(tm
     handler = logging.Handler()
     handler.emit = lambda record: texts.append(record.getMessage())
     model, optimizer = build("NAdam")
-    step(model, optimizer, range(1))
+    train(model, optimizer, range(1))
     dcp.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=path)
     other, other_optimizer = build("NAdam")
     logger = logging.getLogger("megatron_fsdp")

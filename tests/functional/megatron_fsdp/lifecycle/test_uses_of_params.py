@@ -17,15 +17,6 @@ from dbuffer import CollectiveCall, observe_collectives
 from megatron_fsdp import fully_shard
 from tests.harness import on_ranks
 
-COLLECTIVES: dict[str, Callable[[torch.Tensor], object]] = {
-    "all_reduce": dist.all_reduce,
-    "reduce": lambda tensor: dist.reduce(tensor, 0),
-    "broadcast": lambda tensor: dist.broadcast(tensor, 0),
-    "all_gather": lambda tensor: dist.all_gather([torch.empty(tensor.shape)] * dist.get_world_size(), tensor),
-    "isend": lambda tensor: dist.isend(tensor, 1 - min(dist.get_rank(), 1)),
-    "functional": lambda tensor: functional_collectives.all_reduce(tensor, "sum", dist.group.WORLD),
-}
-
 
 def like(tensor: torch.Tensor) -> torch.Tensor:
     """Return a plain tensor of the same shape."""
@@ -43,7 +34,13 @@ def group() -> dist.ProcessGroup:
 
 
 # Each rank gathers to itself as the destination, so that every rank has the list.
-LISTS: dict[str, Callable[[torch.Tensor], object]] = {
+COLLECTIVES: dict[str, Callable[[torch.Tensor], object]] = {
+    "all_reduce": dist.all_reduce,
+    "reduce": lambda tensor: dist.reduce(tensor, 0),
+    "broadcast": lambda tensor: dist.broadcast(tensor, 0),
+    "all_gather": lambda tensor: dist.all_gather([torch.empty(tensor.shape)] * dist.get_world_size(), tensor),
+    "isend": lambda tensor: dist.isend(tensor, 1 - min(dist.get_rank(), 1)),
+    "functional": lambda tensor: functional_collectives.all_reduce(tensor, "sum", dist.group.WORLD),
     "all_gather outputs": lambda tensor: dist.all_gather(each(tensor), like(tensor)),
     "all_gather_single output": lambda tensor: dist.all_gather_single(tensor, torch.zeros(3)),
     "all_to_all outputs": lambda tensor: dist.all_to_all(each(tensor), each(like(tensor))),
@@ -76,14 +73,18 @@ def trained() -> tuple[nn.Linear, DTensor]:
     return layer, layer.weight
 
 
+@pytest.mark.parametrize("is_in_inference_mode", [False, True])
 @pytest.mark.parametrize("name", COLLECTIVES)
 @on_ranks(3)
-def test_a_collective_of_a_sharded_parameter_names_it(name: str) -> None:
+def test_a_collective_of_a_sharded_parameter_names_it(name: str, is_in_inference_mode: bool) -> None:
     _, weight = trained()
     assert weight.grad is not None
     before = weight.full_tensor()
     for tensor in (weight, weight.data, weight.grad):
-        with pytest.raises(NotImplementedError, match=r"'weight'.*fix: ") as caught, torch.no_grad():
+        with (
+            pytest.raises(NotImplementedError, match=r"'weight'.*fix: ") as caught,
+            torch.inference_mode() if is_in_inference_mode else torch.no_grad(),
+        ):
             COLLECTIVES[name](tensor)
         assert "to_local" in str(caught.value)
     assert torch.equal(weight.full_tensor(), before)
@@ -91,22 +92,6 @@ def test_a_collective_of_a_sharded_parameter_names_it(name: str) -> None:
     counted = weight.to_local().detach().clone().sum()
     dist.all_reduce(counted)
     torch.testing.assert_close(counted, before.sum())
-
-
-@pytest.mark.parametrize("is_in_inference_mode", [False, True])
-@pytest.mark.parametrize("name", LISTS)
-@on_ranks(3)
-def test_a_sharded_parameter_in_a_list_of_a_collective_is_named(name: str, is_in_inference_mode: bool) -> None:
-    _, weight = trained()
-    assert weight.grad is not None
-    before = weight.full_tensor()
-    for tensor in (weight, weight.data, weight.grad):
-        with (
-            pytest.raises(NotImplementedError, match=r"'weight'.*fix: "),
-            torch.inference_mode() if is_in_inference_mode else torch.no_grad(),
-        ):
-            LISTS[name](tensor)
-    assert torch.equal(weight.full_tensor(), before)
 
 
 @on_ranks(3)

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import distribute_tensor
 
-from megatron_fsdp import AdamW, ConfigError, MixedPrecisionPolicy, Placements, checksum, fully_shard
+from megatron_fsdp import AdamW, ConfigError, MixedPrecisionPolicy, checksum
 from megatron_fsdp.observability.checksum import parameter_checksums, unit_checksums
 from tests.harness import run_ranks
-from tests.harness.models import make_mesh
+from tests.harness.oracle import sharded
 
 RUNS = [
     ((1,), "optim_grads_params"),
@@ -54,12 +54,8 @@ def made() -> Tied:
     return Tied()
 
 
-def sharded(shape: tuple[int, ...], strategy: str, policy: MixedPrecisionPolicy | None = None) -> Tied:
-    model = made()
-    placements = getattr(Placements, strategy)(*range(len(shape)))
-    for part in (model.inner, model):
-        fully_shard(part, make_mesh(shape), placements, mp_policy=policy)
-    return model
+def sharded_tied(shape: tuple[int, ...], strategy: str, policy: MixedPrecisionPolicy | None = None) -> Tied:
+    return sharded(made(), strategy, units=lambda model: [model.inner], mesh=shape, mp_policy=policy)
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -80,7 +76,7 @@ def sums(shape: tuple[int, ...], strategy: str, name: str, precision: str) -> di
     policy = MixedPrecisionPolicy(moments="int8") if name.endswith("int8 moments") else None
     if precision == "bf16":
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    model = sharded(shape, strategy, policy)
+    model = sharded_tied(shape, strategy, policy)
     optimizer = OPTIMIZERS[name](model.parameters())
     step(model, optimizer)
     found = parameter_checksums(model, optimizer)
@@ -136,7 +132,7 @@ def test_a_flipped_bit_a_swap_or_a_new_name_changes_one_parameters_checksum() ->
 
 
 def between_forward_and_backward() -> tuple[int, int]:
-    model = sharded((2,), "optim_grads_params")
+    model = sharded_tied((2,), "optim_grads_params")
     before = checksum(model)
     model(torch.arange(4)).sum().backward()
     return before, checksum(model)
@@ -162,7 +158,7 @@ def refused() -> str:
 
 
 def sums_by_unit() -> dict[str, int]:
-    return unit_checksums(sharded((2,), "optim_grads_params"))
+    return unit_checksums(sharded_tied((2,), "optim_grads_params"))
 
 
 def test_sums_of_units_are_those_of_their_parameters() -> None:

@@ -29,8 +29,8 @@ from tests.functional.expert_parallel import rows, shard_experts
 from tests.functional.megatron_fsdp.build.test_tensor_parallel import feedforward
 from tests.harness import on_ranks, run_ranks
 from tests.harness.grids import nightly_but
-from tests.harness.models import Block, Stack, draw_tokens, loss_of
-from tests.harness.oracle import sharded_model, whole_state
+from tests.harness.models import Block, RaisesInBackward, Stack, draw_tokens, loss_of
+from tests.harness.oracle import sharded, sharded_model, whole_state
 
 POLICIES = {
     "fp32": None,
@@ -154,12 +154,9 @@ def sum_loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return model(x).square().sum()
 
 
-def stack() -> Stack:
+def stack(**options: Any) -> Stack:
     torch.manual_seed(0)
-    model = Stack(Block(), Block(hidden=3))
-    for layer in model.layers:
-        fully_shard(layer)
-    return fully_shard(model)
+    return sharded(Stack(Block(), Block(hidden=3)), **options)
 
 
 @on_ranks(2)
@@ -233,16 +230,6 @@ def test_models_and_settings_that_cannot_be_measured_are_refused(which: str, wor
     assert all(words in text for text in run_ranks(2, refused, which))
 
 
-class Broken(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        raise ArithmeticError("of the user")
-
-
 @pytest.mark.parametrize("is_in_backward", [False, True])
 @on_ranks(2)
 def test_a_loss_that_raises_leaves_no_gradients(is_in_backward: bool) -> None:
@@ -251,15 +238,15 @@ def test_a_loss_that_raises_leaves_no_gradients(is_in_backward: bool) -> None:
 
     def broken(inner: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         if is_in_backward:
-            hidden = inner.layers[1].register_forward_pre_hook(lambda _, args: Broken.apply(args[0]))
+            hidden = inner.layers[1].register_forward_pre_hook(lambda _, args: RaisesInBackward.apply(args[0]))
             try:
                 return squares(inner, batch)
             finally:
                 hidden.remove()
         squares(inner, batch).backward()
-        raise ArithmeticError("of the user")
+        raise ArithmeticError("on purpose")
 
-    with pytest.raises(ArithmeticError, match="of the user"):
+    with pytest.raises(ArithmeticError, match="on purpose"):
         check_gradient_scale(model, broken, x)
     assert all(parameter.grad is None for parameter in model.parameters())
     text = str(check_gradient_scale(model, squares, x))
@@ -306,10 +293,6 @@ POLICIES_OF_GROUPS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", nightly_but(["split"], list(POLICIES_OF_GROUPS)))
 @on_ranks(2)
 def test_other_ways_to_keep_weights_and_gradients_are_measured(name: str) -> None:
-    torch.manual_seed(0)
-    model = Stack(Block(), Block(hidden=3))
-    for layer in model.layers:
-        fully_shard(layer, **POLICIES_OF_GROUPS[name])
-    fully_shard(model)
+    model = stack(**POLICIES_OF_GROUPS[name])
     report = check_gradient_scale(model, lambda inner, x: inner(x).float().square().mean(), rows(dist.get_rank()))
     assert all(each.factor == pytest.approx(0.5, rel=5e-3) for each in report.parameters)

@@ -29,14 +29,14 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> Non
     optimizer.zero_grad()
 
 
-def sharded(strategy: str) -> tuple[Model, torch.optim.Optimizer]:
+def sharded_adamw(strategy: str) -> tuple[Model, torch.optim.Optimizer]:
     model = sharded_model(strategy)
     return model, fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
 
 
 def traced_step(strategy: str, folder: str) -> list[str]:
     """Profile the second of three steps, write the trace, and return the listeners that remain afterwards."""
-    model, optimizer = sharded(strategy)
+    model, optimizer = sharded_adamw(strategy)
     step(model, optimizer, 0)
     with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
         step(model, optimizer, 1)
@@ -87,7 +87,7 @@ def test_a_gather_lasts_from_its_issue_to_the_end_of_the_wait_for_it(tmp_path: P
 
 @on_ranks(1)
 def test_a_forward_that_raises_under_a_profiler_leaves_nothing_behind() -> None:
-    model, optimizer = sharded("optim_grads_params")
+    model, optimizer = sharded_adamw("optim_grads_params")
     step(model, optimizer, 0)
 
     def raise_once(action: str, _: Any) -> None:

@@ -191,19 +191,13 @@ def test_ranks_that_use_different_parameters_still_agree_and_train_as_a_whole_mo
     def build() -> nn.Module:
         return Made(UNEVEN[kind], first=Block(), second=Block(), head=nn.Linear(7, 7), extra=nn.Linear(7, 7))
 
-    def shard(model: Any) -> None:
-        for part in (model.first, model.second, model):
-            fully_shard(part)
-
-    twins = Twins(build, shard=shard)
+    twins = Twins(build, units=lambda model: (model.first, model.second))
     optimizers = twins.optimizers(torch.optim.SGD, lr=0.1)
     with Watch(twins.model, 30 * TIMEOUT) as watch:
         for number in range(3):
             twins.backward(number, lambda model, rank, step: model(inputs(rank, step), rank).square().mean())
             assert twins.gradients_apart() < 2e-6
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+            twins.step(optimizers)
         watch.check()
     assert twins.weights_apart() < 2e-6
 

@@ -110,8 +110,7 @@ def test_bf16_gradients_reduced_in_fp32_are_exactly_the_fp32_mean_of_every_ranks
     policy = MixedPrecisionPolicy(BF16, FP32, main_params_dtype=FP32)
     torch.manual_seed(3)
     plain = Stack(Block(), Block(hidden=5)).to(BF16)
-    model = copy.deepcopy(plain).to(own)
-    sharded(model, mp_policy=policy)
+    model = sharded(copy.deepcopy(plain).to(own), mp_policy=policy)
     loss_of(model, dist.get_rank()).backward()
     totals = [torch.zeros(parameter.shape) for parameter in plain.parameters()]
     for rank in range(dist.get_world_size()):

@@ -20,12 +20,11 @@ from torch.distributed.fsdp import fully_shard as fsdp2_shard
 from torch.utils.checkpoint import checkpoint
 
 from dbuffer.events import listen
-from megatron_fsdp import fully_shard, join, microbatch, unsharded
+from megatron_fsdp import join, microbatch, unsharded
 from tests.harness import RankError, run_ranks
 from tests.harness.failures import FailureKind, RankFailure
-from tests.harness.models import Block, inputs, make_mesh
-from tests.harness.oracle import STRATEGIES
-from tests.harness.twins import Twins
+from tests.harness.models import Block, inputs
+from tests.harness.twins import Twins, sharded
 
 __all__ = ["PROGRAMS", "Route", "Routed", "random_routes", "run_program", "run_programs", "shard", "train"]
 
@@ -104,11 +103,7 @@ def units_of(model: Any) -> list[nn.Module]:
 
 def shard(model: Any, strategy: str, **options: Any) -> Any:
     """Make each part, each expert and each layer a unit, in an order that all ranks share."""
-    world = dist.get_world_size()
-    placements = STRATEGIES[strategy]
-    mesh = make_mesh((2, world // 2) if len(placements.dp_axes) == 2 else (world,))
-    for part in (*units_of(model), model):
-        fully_shard(part, mesh, placements, **options)
+    sharded(model, strategy, units=units_of, **options)
     model.set_forward_order()
     return model
 
@@ -207,9 +202,7 @@ _NONE = nullcontext()
 def step_and_compare(twins: Twins, optimizers: Sequence[torch.optim.Optimizer], where: object) -> None:
     """Compare gradients, and step both."""
     assert twins.gradients_apart() < 1e-6, where
-    for optimizer in optimizers:
-        optimizer.step()
-        optimizer.zero_grad()
+    twins.step(optimizers)
 
 
 def frozen_tower(twins: Twins) -> None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron_fsdp import join, unsharded
 from megatron_fsdp.engine.freshness import CHECKS
 from megatron_fsdp.engine.unit import units_below
-from tests.functional.interruptions import Fault, interrupts_at_calls, no_memory
+from tests.functional.megatron_fsdp.engine.interruptions import Fault, interrupts_at_calls, no_memory
 from tests.functional.megatron_fsdp.uneven.programs import Routed, layer_drop, loss_of, shard
 from tests.harness import on_ranks
 from tests.harness.twins import Twins

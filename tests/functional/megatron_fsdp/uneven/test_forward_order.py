@@ -1,4 +1,8 @@
-"""With set_forward_order, ranks that run different units train like the plain model on the data of all ranks."""
+"""With set_forward_order, ranks that run different units train like the plain model on the data of all ranks.
+
+More programs, also with frozen units, units called several times and an order that the caller gives, are in
+``programs.py``.
+"""
 
 from typing import Any
 
@@ -11,17 +15,21 @@ from dbuffer import MeshError
 from megatron_fsdp import ConfigError, CPUOffloadPolicy, FsdpConfig, StateError, fully_shard, unsharded
 from megatron_fsdp.certify.certificate import certify
 from megatron_fsdp.variants.forward_order import share_forward_order
-from tests.functional.megatron_fsdp.uneven.programs import Route, Routed, alternating, layer_drop, loss_of, shard, train
+from tests.functional.megatron_fsdp.uneven.programs import Routed, layer_drop, loss_of, shard, train
 from tests.harness import on_ranks
 from tests.harness.models import inputs
 from tests.harness.twins import Twins
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    **{f"reshard {reshard}": {"reshard_after_forward": reshard} for reshard in (True, False, 2)},
+    "offloaded": {"offload_policy": CPUOffloadPolicy()},
+}
 
-@pytest.mark.parametrize("reshard", [True, False, 2])
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @on_ranks(2)
-def test_every_choice_of_reshard_after_forward_trains_as_the_plain_model(reshard: bool | int) -> None:
-    twins = Twins(lambda: Routed(4), "optim_grads_params", shard, reshard_after_forward=reshard)
-    train(twins, layer_drop)
+def test_every_option_of_fully_shard_trains_as_the_plain_model(options: dict[str, Any]) -> None:
+    train(Twins(lambda: Routed(4), "optim_grads_params", shard, **options), layer_drop)
 
 
 @on_ranks(2)
@@ -29,19 +37,6 @@ def test_units_that_stay_after_backward_train_as_the_plain_model() -> None:
     twins = Twins(lambda: Routed(4), "optim_grads_params", shard)
     twins.model.set_reshard_after_backward(False)
     train(twins, layer_drop)
-
-
-@on_ranks(3)
-def test_a_frozen_tower_trains_the_rest_as_the_plain_model() -> None:
-    twins = Twins(lambda: Routed(4), "optim_grads_params", shard)
-    for model in twins:
-        model.parts[:2].requires_grad_(False)
-    train(twins, alternating)
-
-
-@on_ranks(2)
-def test_offloaded_units_train_as_the_plain_model() -> None:
-    train(Twins(lambda: Routed(4), "optim_grads_params", shard, offload_policy=CPUOffloadPolicy()), layer_drop)
 
 
 def shard_compiled(model: Any, strategy: str) -> None:
@@ -105,17 +100,6 @@ def test_two_forwards_before_one_backward_give_the_plain_gradients() -> None:
 
 
 @on_ranks(2)
-def test_a_unit_called_several_times_trains_while_it_stays_gathered() -> None:
-    twins = Twins(lambda: Routed(4), "optim_grads_params", shard)
-    twins.model.parts[1].set_reshard_after_forward(False)
-
-    def route(rank: int, step: int) -> Route:
-        return [[1, 2, 1, 3, 1], [0, 1], [2, 3], [1, 1]][(rank + step) % 4]
-
-    train(twins, route, 4)
-
-
-@on_ranks(2)
 def test_a_call_out_of_order_names_both_units_and_the_fix() -> None:
     twins = Twins(lambda: Routed(4), "optim_grads_params", shard)
     with pytest.raises(StateError, match=r"unit 'parts.1' .* unit 'parts.2'.*set_forward_order.*set_reshard_after"):
@@ -129,13 +113,6 @@ def test_a_call_outside_of_the_roots_forward_names_the_unit() -> None:
         twins.model.parts[1](inputs(0, 0, 2, 7))
     with torch.no_grad(), unsharded(twins.model):
         twins.model.parts[dist.get_rank()](inputs(0, 0, 2, 7))
-
-
-@on_ranks(2)
-def test_another_order_than_registration_may_be_given() -> None:
-    twins = Twins(lambda: Routed(4), "optim_grads_params", shard)
-    twins.model.set_forward_order([twins.model.parts[number] for number in (3, 2, 1, 0)])
-    train(twins, lambda rank, step: [3, 1, 0] if rank else [2, 1])
 
 
 @on_ranks(1)

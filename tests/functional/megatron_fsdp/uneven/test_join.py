@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_fsdp import ConfigError, FsdpError, StateError, clip_grad_norm_, join, microbatch
+from megatron_fsdp import ConfigError, FsdpError, StateError, clip_grad_norm_, fully_shard, join, microbatch
 from tests.harness import on_ranks
 from tests.harness.models import Made, inputs, squared
 from tests.harness.twins import Twins
@@ -50,9 +50,7 @@ def test_training_with_a_step_for_each_batch_equals_the_plain_model(strategy: st
             assert twins.gradients_apart() < 1e-6
             clip_grad_norm_(twins.model, 0.5)
             nn.utils.clip_grad_norm_(twins.plain.parameters(), 0.5)
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+            twins.step(optimizers)
             numbers.append(mine)
     assert numbers == [min(number, num_batches(rank) - 1) for number in range(3)]
     assert twins.weights_apart() < 1e-6
@@ -118,7 +116,7 @@ def two_parts() -> nn.Module:
 
 @on_ranks(2)
 def test_a_repeated_batch_gives_no_gradient_to_parameters_only_it_uses() -> None:
-    twins = Twins(two_parts, shard=fully_shard_whole)
+    twins = Twins(two_parts, shard=fully_shard)
     rank = dist.get_rank()
     own = [(0, False), (1, False)] if rank == 0 else [(0, True)]
     with join(twins.model, own) as joined:
@@ -131,12 +129,6 @@ def test_a_repeated_batch_gives_no_gradient_to_parameters_only_it_uses() -> None
                 (out / (2 - number)).backward()
             assert twins.gradients_apart() < 1e-6
     assert twins.plain.second.weight.grad is None
-
-
-def fully_shard_whole(model: Any) -> None:
-    from megatron_fsdp import fully_shard
-
-    fully_shard(model)
 
 
 @on_ranks(2)

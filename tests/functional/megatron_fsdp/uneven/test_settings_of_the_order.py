@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from megatron_fsdp import FsdpConfig, fully_shard
+from megatron_fsdp import FsdpConfig
 from tests.functional.megatron_fsdp.uneven.programs import PROGRAMS, train, units_of
 from tests.harness import on_ranks
 from tests.harness.models import make_mesh
-from tests.harness.twins import Twins
+from tests.harness.twins import Twins, sharded
 
 ROOT = Path(__file__).parents[4]
 CONFIGS = {
@@ -26,8 +26,7 @@ CONFIGS = {
 
 def shard_by_config(model: Any, name: str) -> None:
     config, mesh = CONFIGS[name](), make_mesh((2,))
-    for part in (*units_of(model), model):
-        fully_shard(part, mesh, **config.fully_shard_kwargs(mesh))
+    sharded(model, units=units_of, mesh=mesh, **config.fully_shard_kwargs(mesh))
     config.apply(model)
 
 

@@ -15,12 +15,11 @@ from megatron_fsdp import (
     MixedPrecisionPolicy,
     StateError,
     explain,
-    fully_shard,
     unsharded,
 )
 from tests.harness import on_ranks
 from tests.harness.models import Made, inputs, squared
-from tests.harness.twins import Twins
+from tests.harness.twins import Twins, sharded
 
 WORLDS = {"optim": 3, "optim_grads": 2, "optim_grads_params": 3, "hsdp": 4}
 ON_THEIR_RANKS: Any = on_ranks(lambda strategy: WORLDS[strategy])
@@ -47,9 +46,7 @@ def test_uneven_evaluations_between_microbatches_change_no_training(strategy: st
             twins.backward(3 * step + microbatch)
             evaluate_unevenly(twins, step)
         assert twins.gradients_apart() < 1e-6
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        twins.step(optimizers)
         evaluate_unevenly(twins, step)
         assert twins.weights_apart() < 1e-6
 
@@ -97,15 +94,9 @@ class Router(nn.Module):
         return x
 
 
-def shard_parts(model: Any) -> None:
-    for part in model.parts:
-        fully_shard(part)
-    fully_shard(model)
-
-
 @on_ranks(3)
 def test_ranks_may_run_other_units_in_other_orders() -> None:
-    twins = Twins(Router, shard=shard_parts)
+    twins = Twins(Router)
     rank = dist.get_rank()
     orders = [[0], [2, 1, 0, 2], [1, 1]]
 
@@ -124,7 +115,7 @@ def test_ranks_may_run_other_units_in_other_orders() -> None:
 
 @on_ranks(3)
 def test_units_that_are_not_named_gather_as_usual() -> None:
-    twins = Twins(Router, shard=shard_parts)
+    twins = Twins(Router)
     rank = dist.get_rank()
     held = twins.model.parts[1]
     with torch.no_grad(), unsharded(twins.model, units=[held]):
@@ -315,9 +306,7 @@ def one_linear(model: Any, x: torch.Tensor) -> torch.Tensor:
 
 @on_ranks(2)
 def test_explain_says_what_all_gathered_weights_take() -> None:
-    model = Made(one_linear, linear=nn.Linear(7, 3))
-    fully_shard(model.linear)
-    fully_shard(model)
+    model = sharded(Made(one_linear, linear=nn.Linear(7, 3)))
     with unsharded(model):
         (group,) = model.linear.parameter_groups
         assert explain(model).all_gathered_bytes == group.gathered.storage.nbytes >= 4 * 24

@@ -12,7 +12,13 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from dbuffer import CollectiveCall, observe_collectives
 from megatron_fsdp import AdamW, MixedPrecisionPolicy, fully_shard
-from tests.functional.wire_tensor import FullFormTensor, NoHookTensor, RankSizedTensor, ReleasingTensor, WireTensor
+from tests.functional.megatron_fsdp.variants.wire_tensor import (
+    FullFormTensor,
+    NoHookTensor,
+    RankSizedTensor,
+    ReleasingTensor,
+    WireTensor,
+)
 from tests.harness import on_ranks
 
 

@@ -20,9 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from dbuffer import CollectiveCall, memory_meter, observe_collectives
 from megatron_fsdp import (
     ConfigError,
-    FsdpModule,
     MixedPrecisionPolicy,
-    Placements,
     StateError,
     explain,
     fully_shard,
@@ -31,8 +29,8 @@ from megatron_fsdp import (
 from megatron_fsdp.optim.exact_norm import exact_norm
 from megatron_fsdp.variants.invariant_reduction import InvariantReduction
 from tests.harness import on_ranks, run_ranks
-from tests.harness.models import Headed, make_mesh, squared, three_blocks
-from tests.harness.oracle import units_of, whole
+from tests.harness.models import Headed, RaisesInBackward, make_mesh, squared, three_blocks
+from tests.harness.oracle import sharded, units_of, whole
 from tests.harness.twins import Twins
 
 NUM_MICROBATCHES, NUM_STEPS = 12, 2
@@ -98,22 +96,6 @@ class Net(nn.Module):
         for index, block in enumerate(self.blocks):
             x = call(block, x, number, index)
         return self.head(x)
-
-
-class Broken(RuntimeError):
-    """The error that backward raises here."""
-
-
-class Fail(torch.autograd.Function):
-    """The identity, whose backward raises."""
-
-    @staticmethod
-    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
-        raise Broken
 
 
 def plainly(block: nn.Module, x: torch.Tensor, number: int, index: int) -> torch.Tensor:
@@ -214,23 +196,20 @@ def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch
 @contextlib.contextmanager
 def breaking(module: nn.Module) -> Iterator[None]:
     """Raise in the backward of a module."""
-    handle = module.register_forward_hook(lambda module, inputs, output: Fail.apply(output))
+    handle = module.register_forward_hook(lambda module, inputs, output: RaisesInBackward.apply(output))
     try:
         yield
     finally:
         handle.remove()
 
 
-def sharded(run: Run, moments: str | None = None) -> Any:
-    model, axes = made(run), tuple(range(len(run.mesh)))
+def sharded_net(run: Run, moments: str | None = None) -> Any:
     policy = MixedPrecisionPolicy(
         reduce_dtype=WIRES[run.wire], reduction="invariant", moments=moments, fuse_weight_gradients=run.what == "fused"
     )
-    for part in (*model.blocks, model.idle, model):
-        fully_shard(part, make_mesh(run.mesh), getattr(Placements, run.strategy)(*axes), mp_policy=policy)
+    model = sharded(made(run), run.strategy, units=lambda m: (*m.blocks, m.idle), mesh=run.mesh, mp_policy=policy)
     for unit in units_of(model):
         unit.set_gradient_divide_factor(NUM_MICROBATCHES)
-    assert isinstance(model, FsdpModule)
     return model
 
 
@@ -242,14 +221,14 @@ def accumulate(model: Any, run: Run, step: int) -> None:
 
 
 def engine(run: Run) -> list[dict[str, torch.Tensor]]:
-    model, taken, found = sharded(run), [], []
+    model, taken, found = sharded_net(run), [], []
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
     for step in range(NUM_STEPS):
         if run.what == "broken":
             model.set_is_last_backward(False)
             for turn in range(step):
                 loss_of(model, run, step, turn).backward()
-            with breaking(model.blocks[1].up), pytest.raises(Broken):
+            with breaking(model.blocks[1].up), pytest.raises(ArithmeticError):
                 loss_of(model, run, step, 2).backward()
             optimizer.zero_grad()
         accumulate(model, run, step)
@@ -346,7 +325,7 @@ REFUSED: dict[str, Callable[[Any], None]] = {
 @on_ranks(2)
 def test_options_that_contradict_invariant_reduction_are_refused_by_name(words: str) -> None:
     with pytest.raises((StateError, ConfigError), match=words):
-        REFUSED[words](sharded(Run(mesh=(2,))))
+        REFUSED[words](sharded_net(Run(mesh=(2,))))
 
 
 # ---------------------------------------------------------------- memory and traffic

@@ -8,7 +8,7 @@ from torch import nn
 
 from megatron_fsdp import AdamW, Muon, clip_grad_norm_
 from megatron_fsdp.optim.muon.param_groups import muon_param_groups
-from tests.functional.megatron_fsdp.variants.test_invariance import WIRES, Run, accumulate, sharded
+from tests.functional.megatron_fsdp.variants.test_invariance import WIRES, Run, accumulate, sharded_net
 from tests.harness import run_ranks
 from tests.harness.grids import covering, nightly_but
 from tests.harness.oracle import differing, whole
@@ -54,7 +54,7 @@ def clipped_by_torch(model: nn.Module) -> torch.Tensor:
 
 def trained(kind: str, run: Run) -> Trained:
     """Return the norms of all steps, including one skipped for non-finite gradients; weights and moments."""
-    model = sharded(run, moments="int8" if "int8" in kind else None)
+    model = sharded_net(run, moments="int8" if "int8" in kind else None)
     optimizer, norms, values = made(kind, model), [], {}
     for step in range(NUM_STEPS):
         accumulate(model, run, step)

@@ -10,12 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from dbuffer import Row, memory_meter, observe_collectives
 from megatron_fsdp import AdamW, FsdpModule, MixedPrecisionPolicy, Placements, explain, fully_shard
 from tests.harness import on_ranks, run_ranks
-from tests.harness.oracle import whole
+from tests.harness.oracle import sharded, units_of, whole
 
 
 class Net(nn.Module):
@@ -44,22 +43,17 @@ class Job:
 
     def build(self) -> FsdpModule:
         torch.manual_seed(0)
-        model = Net()
-        sizes = (2, dist.get_world_size() // 2) if self.is_hybrid else (dist.get_world_size(),)
-        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("outer", "inner")[-len(sizes) :])
-        placements = Placements.hsdp(0, 1) if self.is_hybrid else Placements.optim_grads_params(0)
-        options: dict[str, Any] = {
-            "mp_policy": MixedPrecisionPolicy(self.dtype, gather_dtype="int8_block"),
-            "granularity": Row() if self.cuts_rows else None,
-            "reshard_after_forward": True,
-        }
-        for name in self.units:
-            fully_shard(getattr(model, name), mesh, placements, **options)
-        sharded = fully_shard(model, mesh, placements, **options)
-        for module in model.modules():
-            if isinstance(module, FsdpModule):
-                module.set_gradient_divide_factor(1)
-        return sharded
+        model: FsdpModule = sharded(
+            Net(),
+            "hsdp" if self.is_hybrid else "optim_grads_params",
+            units=lambda model: [getattr(model, name) for name in self.units],
+            mp_policy=MixedPrecisionPolicy(self.dtype, gather_dtype="int8_block"),
+            granularity=Row() if self.cuts_rows else None,
+            reshard_after_forward=True,
+        )
+        for unit in units_of(model):
+            unit.set_gradient_divide_factor(1)
+        return model
 
 
 def backward(model: nn.Module, step: int) -> float:

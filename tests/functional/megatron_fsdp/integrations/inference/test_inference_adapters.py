@@ -268,8 +268,7 @@ def merged(plain: nn.Module) -> dict[str, torch.Tensor]:
 def test_merged_adapters_equal_the_plain_sum_to_the_bit(strategy: str) -> None:
     plain = with_adapters()
     for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16)):
-        model = copy.deepcopy(plain)
-        sharded(model, strategy, mp_policy=policy)
+        model = sharded(copy.deepcopy(plain), strategy, mp_policy=policy)
         for bucket_bytes in (300, 1 << 20):
             found = dict(weight_stream(model, merge_lora=True, dtype=None, bucket_bytes=bucket_bytes))
             assert_same({name: tensor.clone() for name, tensor in found.items()}, merged(plain))

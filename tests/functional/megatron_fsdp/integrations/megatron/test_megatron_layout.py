@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch import nn
@@ -26,7 +25,7 @@ from megatron_fsdp.integrations.megatron.checkpoint import (
 from tests.functional.checkpoint_cases import message_of
 from tests.harness import on_ranks, run_ranks
 from tests.harness.grids import nightly_but
-from tests.harness.oracle import differing
+from tests.harness.oracle import differing, train
 
 State = dict[str, torch.Tensor]
 WIDTH, HIDDEN = 5, 6
@@ -93,13 +92,9 @@ def build(seed: int, is_sharded: bool = True, strategy: str = "optim_grads_param
     return model, fully_shard_optimizer(optimizer) if is_sharded else optimizer
 
 
-def train(model: Any, optimizer: Any, steps: range, ranks: list[int]) -> None:
-    for step in steps:
-        for rank in ranks:
-            torch.manual_seed(100 * rank + step)
-            (model(torch.randn(3, WIDTH)).square().mean() / len(ranks)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+def loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    torch.manual_seed(100 * rank + step)
+    return model(torch.randn(3, WIDTH)).square().mean()
 
 
 def weights_of(model: nn.Module) -> State:
@@ -135,17 +130,16 @@ def load_as_megatron(model: Any, optimizer: Any, path: str, is_gated: bool, stri
 
 def resume(path: str, strategy: str) -> tuple[list[str], list[str], int]:
     model, optimizer = build(0, strategy=strategy)
-    rank = [dist.get_rank()]
-    train(model, optimizer, range(2), rank)
+    train(model, optimizer, range(2), loss=loss)
     save_as_megatron(model, optimizer, path, is_gated=True)
     other, other_optimizer = build(1, strategy=strategy)
     load_as_megatron(other, other_optimizer, path, is_gated=True)
     found = differing(moments_of(other, other_optimizer), moments_of(model, optimizer))
     found += [] if other_optimizer.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"] else ["lr"]
-    train(model, optimizer, range(2, 4), rank)
-    train(other, other_optimizer, range(2, 4), rank)
+    train(model, optimizer, range(2, 4), loss=loss)
+    train(other, other_optimizer, range(2, 4), loss=loss)
     alone, alone_optimizer = build(0, is_sharded=False)
-    train(alone, alone_optimizer, range(4), list(range(dist.get_world_size())))
+    train(alone, alone_optimizer, range(4), loss=loss)
     wanted = weights_of(model)
     found += differing(weights_of(other), wanted)
     return found, differing(wanted, weights_of(alone), 1e-5), len(optimizer.param_groups)
@@ -163,7 +157,7 @@ def test_a_run_resumes_to_the_bit_if_ranks_omit_their_empty_parameters(strategy:
 
 def save_only(path: str, is_gated: bool) -> State:
     model, optimizer = build(0)
-    train(model, optimizer, range(2), [0])
+    train(model, optimizer, range(2), [0], loss=loss)
     save_as_megatron(model, optimizer, path, is_gated)
     return weights_of(model)
 
@@ -260,9 +254,9 @@ def theirs(layout: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> d
 
 def write_theirs(layout: str, path: str) -> State:
     model, optimizer = build(0, is_sharded=False)
-    train(model, optimizer, range(2), [0, 1])
+    train(model, optimizer, range(2), [0, 1], loss=loss)
     dcp.save(theirs(layout, model, optimizer), checkpoint_id=path)
-    train(model, optimizer, range(2, 4), [0, 1])
+    train(model, optimizer, range(2, 4), [0, 1], loss=loss)
     return weights_of(model)
 
 
@@ -274,7 +268,7 @@ def read_theirs(path: str) -> State:
     groups = [{"params": matrices, "wd_mult": 5.0}, {"params": others, "wd_mult": 7.0}]
     optimizer = fully_shard_optimizer(torch.optim.AdamW(groups, lr=5.0))
     load_checkpoint(model, optimizer, path)
-    train(model, optimizer, range(2, 4), [dist.get_rank()])
+    train(model, optimizer, range(2, 4), loss=loss)
     return weights_of(model)
 
 

@@ -83,9 +83,7 @@ def accumulated(loop: str, strategy: str) -> tuple[float, int]:
                 run(twins.model, index)
                 twins.plain_backward(index)
         worst = max(worst, twins.gradients_apart())
-        for optimizer in twins.optimizers(torch.optim.SGD, lr=0.1 * (step + 1)):
-            optimizer.step()
-            optimizer.zero_grad()
+        twins.step(twins.optimizers(torch.optim.SGD, lr=0.1 * (step + 1)))
     return worst, kinds["all_reduce"]
 
 

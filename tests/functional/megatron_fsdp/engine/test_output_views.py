@@ -13,7 +13,7 @@ from dbuffer.events import listen
 from megatron_fsdp import fully_shard
 from tests.harness import on_ranks
 from tests.harness.models import WIDTH, Made, inputs
-from tests.harness.twins import Twins
+from tests.harness.twins import Twins, sharded
 
 Output = Callable[[torch.Tensor], Any]
 VIEWS: dict[str, Output] = {
@@ -97,14 +97,10 @@ def table(take: str) -> nn.Module:
 def apart(build: Callable[[], nn.Module], **options: Any) -> float:
     """Return the largest difference of outputs and gradients to the whole model in two steps."""
 
-    def shard(model: Any) -> None:
-        for part in (*model.children(), model):
-            fully_shard(part, **options)
-
     def lose(model: nn.Module, rank: int, step: int) -> torch.Tensor:
         return model(inputs(rank, step)).square().mean()
 
-    twins, rank, worst = Twins(build, shard=shard), dist.get_rank(), []
+    twins, rank, worst = Twins(build, **options), dist.get_rank(), []
     for step in range(2):
         loss = lose(twins.model, rank, step)
         loss.backward()
@@ -150,8 +146,7 @@ def test_a_view_of_an_earlier_units_output_gathers_no_unit_twice() -> None:
         lambda m, x: (lambda h: (lambda y, z: m.last(y).sum() + z.sum())(*m.through(h)))(m.first(x)),
         first=nn.Linear(WIDTH, WIDTH), through=through, last=nn.Linear(WIDTH, 3),
     )  # fmt: skip
-    for part in (model.first, model.through, model.last, model):
-        fully_shard(part, reshard_after_forward=True)
+    sharded(model, reshard_after_forward=True)
     gathers: list[str] = []
 
     def note(what: str, subject: Any) -> None:

@@ -11,12 +11,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from dbuffer import observe_collectives
-from megatron_fsdp import MixedPrecisionPolicy, fully_shard
+from megatron_fsdp import MixedPrecisionPolicy
 from tests.harness import on_ranks
 from tests.harness.grids import nightly_but
 from tests.harness.models import WIDTH, Made, inputs
-from tests.harness.oracle import STRATEGIES, ZERO
-from tests.harness.twins import Twins
+from tests.harness.oracle import ZERO
+from tests.harness.twins import Twins, sharded
 
 NUM_CHUNKS, NUM_STEPS = 3, 2
 
@@ -39,10 +39,8 @@ def headed() -> nn.Module:
     return Made(forward, **layers, norm=nn.LayerNorm(WIDTH), head=nn.Linear(WIDTH, 5))
 
 
-def shard(model: Any, strategy: str, **options: Any) -> Any:
-    for unit in (model.first, model.second, [model.norm, model.head], model):
-        fully_shard(unit, placements=STRATEGIES[strategy], **options)
-    return model
+def units(model: Any) -> list[Any]:
+    return [model.first, model.second, [model.norm, model.head]]
 
 
 def one_loss(model: Any, x: torch.Tensor) -> None:
@@ -121,7 +119,7 @@ def test_gradients_are_a_plain_models_whichever_modules_of_a_unit_a_forward_runs
     for name, case in CASES.items():
         # Weights that are never sharded are not released after forward.
         for reshards in (None, True, False) if strategy == "optim_grads_params" else (None,):
-            twins = Twins(headed, strategy, shard, reshard_after_forward=reshards)
+            twins = Twins(headed, strategy, units=units, reshard_after_forward=reshards)
             optimizers = twins.optimizers(torch.optim.SGD, lr=0.02)
             for step in range(NUM_STEPS):
                 case(twins.model, inputs(dist.get_rank(), step, 6, WIDTH))
@@ -132,15 +130,13 @@ def test_gradients_are_a_plain_models_whichever_modules_of_a_unit_a_forward_runs
                         parameter.grad /= 2
                 apart = twins.gradients_apart()
                 assert apart < 1e-5, (name, reshards)
-                for optimizer in optimizers:
-                    optimizer.step()
-                    optimizer.zero_grad()
+                twins.step(optimizers)
 
 
 @on_ranks(2)
 def test_each_module_of_a_unit_casts_its_inputs_and_outputs_when_called_alone() -> None:
     policy = MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float64)
-    model = shard(headed(), "optim_grads_params", mp_policy=policy)
+    model = sharded(headed(), units=units, mp_policy=policy)
     seen: list[torch.dtype] = []
     model.head.register_forward_hook(lambda module, args, out: seen.append(args[0].dtype))
     hidden = model(inputs(dist.get_rank(), 0, 6, WIDTH), "norm")
@@ -152,7 +148,7 @@ def test_each_module_of_a_unit_casts_its_inputs_and_outputs_when_called_alone() 
 
 @on_ranks(2)
 def test_a_loss_in_chunks_needs_one_reduction_per_unit_for_any_number_of_chunks() -> None:
-    model, counts = shard(headed(), "optim_grads_params"), Counter[str]()
+    model, counts = sharded(headed(), units=units), Counter[str]()
     one_loss(model, inputs(dist.get_rank(), 0, 6, WIDTH))
     model.zero_grad()
     with observe_collectives(lambda call: counts.update([call.kind])):

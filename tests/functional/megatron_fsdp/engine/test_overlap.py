@@ -29,7 +29,7 @@ from megatron_fsdp.engine.streams import drive_with
 from megatron_fsdp.engine.unit import units_below
 from megatron_fsdp.variants import hooked_weights
 from tests.certify.hiding import Hidden, Hiding
-from tests.harness.oracle import STRATEGIES
+from tests.harness.oracle import sharded
 
 WIDTH, TOKENS, NUM_BLOCKS = 128, 64, 5
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -56,11 +56,8 @@ BACKWARD_FLOPS = 2 * 2 * TOKENS * 16 * WIDTH * WIDTH
 """Of the matrix products of one block: two for each weight."""
 
 
-def sharded(policy: MixedPrecisionPolicy, strategy: str) -> nn.Module:
-    mesh = init_device_mesh("cpu", (2, 4) if strategy in ("hsdp", "hfsdp") else (8,))
-    model = nn.Sequential(*(Block() for _ in range(NUM_BLOCKS)))
-    for part in (*model, model):
-        fully_shard(part, mesh=mesh, mp_policy=policy, placements=STRATEGIES[strategy])
+def sharded_blocks(policy: MixedPrecisionPolicy, strategy: str) -> nn.Module:
+    model: nn.Module = sharded(nn.Sequential(*(Block() for _ in range(NUM_BLOCKS))), strategy, mp_policy=policy)
     return model
 
 
@@ -69,7 +66,7 @@ def steps_of(
 ) -> list[Hidden]:
     """Return the compute that hides the collectives of a step."""
     with null_world(8), watching("overlap") as check:
-        model = sharded(policy, strategy)
+        model = sharded_blocks(policy, strategy)
         if num_buffers is not None:
             model.set_reduce_scatter_max_input_buffers(num_buffers)
         hiding = Hiding(check.streams, {id(unit): unit.name for unit in units_below(model)})
@@ -189,7 +186,7 @@ def heard_in_a_step(strategy: str, gather_dtype: Any = None) -> Heard:
         decode_rows(*args)
 
     with null_world(8), drive_with(streams), mock.patch.object(hooked_weights, "decode_rows", decode):
-        model = sharded(policy, strategy)
+        model = sharded_blocks(policy, strategy)
         optimizer = AdamW(model.parameters())
         for step in range(2):
             heard.decoded.clear()
@@ -240,7 +237,7 @@ def num_waits(*, evaluates: bool) -> int:
     """Return how often streams wait for each other in a step, perhaps after an evaluation on other streams."""
     streams = VirtualStreams()
     with null_world(8), drive_with(streams):
-        model = sharded(MixedPrecisionPolicy(), "optim_grads_params")
+        model = sharded_blocks(MixedPrecisionPolicy(), "optim_grads_params")
         for step in range(4):
             if evaluates and step == 1:
                 for name in "ab":

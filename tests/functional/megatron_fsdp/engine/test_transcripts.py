@@ -1,11 +1,12 @@
 """The order of operations, compared with the files in ``golden/``.
 
-``python -m tests.functional.transcripts`` writes the files again; read the difference before committing it.
+``python -m tests.functional.megatron_fsdp.engine.transcripts`` writes the files again; read the
+difference before committing it.
 """
 
 import pytest
 
-from tests.functional.transcripts import NUM_RANKS, SCENARIOS, golden_path, record
+from tests.functional.megatron_fsdp.engine.transcripts import NUM_RANKS, SCENARIOS, golden_path, record
 from tests.harness import on_ranks
 
 

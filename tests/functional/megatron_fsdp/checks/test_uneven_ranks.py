@@ -14,7 +14,7 @@ from dbuffer import MeshError
 from megatron_fsdp import Placements, Watch, fully_shard
 from tests.harness import on_ranks
 from tests.harness.models import Stack, inputs, squared
-from tests.harness.oracle import shard_layers
+from tests.harness.oracle import sharded
 from tests.harness.twins import Twins
 
 
@@ -30,9 +30,7 @@ def distance_to_plain_model(mesh: DeviceMesh, shard: Callable[[nn.Module], None]
         for rank in ranks:
             (squared(twins.plain, rank, step) / len(ranks)).backward()
         squared(twins.model, dist.get_rank(), step).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        twins.step(optimizers)
     return twins.weights_apart()
 
 
@@ -56,7 +54,7 @@ def test_training_is_right_after_some_ranks_made_a_group() -> None:
     for name, (shape, placements, reshard) in STRATEGIES.items():
         mesh = meshes[shape]
         options: dict[str, Any] = {"mesh": mesh, "placements": placements, "reshard_after_forward": reshard}
-        distances[name] = distance_to_plain_model(mesh, partial(shard_layers, **options))
+        distances[name] = distance_to_plain_model(mesh, partial(sharded, **options))
     assert max(distances.values()) < 1e-6, distances
 
 
@@ -65,15 +63,14 @@ def test_stages_with_other_numbers_of_units_and_groups_train_right_alone_and_tog
     stage = dist.get_rank() // 2
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "data"))["data"]
     options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": (None, 1)[stage]}
-    assert distance_to_plain_model(mesh, partial(shard_layers, **options)) < 1e-6
+    assert distance_to_plain_model(mesh, partial(sharded, **options)) < 1e-6
     if stage == 1:
         # One stage has more models, a watch and other groups.
-        model = Stack(nn.Linear(7, 7))
-        shard_layers(model, mesh=mesh, placements=Placements.optim_grads(0))
+        model = sharded(Stack(nn.Linear(7, 7)), mesh=mesh, placements=Placements.optim_grads(0))
         with Watch(model):
             squared(model, dist.get_rank(), 0).backward()
     world = init_device_mesh("cpu", (4,))
-    assert distance_to_plain_model(world, partial(shard_layers, mesh=world)) < 1e-6
+    assert distance_to_plain_model(world, partial(sharded, mesh=world)) < 1e-6
 
 
 @on_ranks(3)
@@ -81,16 +78,16 @@ def test_a_rank_outside_of_the_mesh_raises_and_the_others_train_right() -> None:
     mesh = init_device_mesh("cpu", (2,))
     if dist.get_rank() == 2:
         with pytest.raises(MeshError, match="rank 2 is not part of"):
-            distance_to_plain_model(mesh, partial(shard_layers, mesh=mesh))
+            distance_to_plain_model(mesh, partial(sharded, mesh=mesh))
     else:
-        assert distance_to_plain_model(mesh, partial(shard_layers, mesh=mesh)) < 1e-6
+        assert distance_to_plain_model(mesh, partial(sharded, mesh=mesh)) < 1e-6
 
 
 @on_ranks(2)
 def test_a_mesh_without_names_trains_right_and_one_that_counts_backwards_is_refused() -> None:
     for shape in ((1, 2), (2, 1)):
         mesh = init_device_mesh("cpu", shape)
-        assert distance_to_plain_model(mesh, partial(shard_layers, mesh=mesh)) < 1e-6
+        assert distance_to_plain_model(mesh, partial(sharded, mesh=mesh)) < 1e-6
     rank = dist.get_rank()
     with pytest.raises(MeshError, match=rf"this rank, {rank}, has place {1 - rank}.*ascending order"):
         fully_shard(nn.Linear(3, 3), DeviceMesh("cpu", [1, 0]))
@@ -101,7 +98,7 @@ def rank_zero_looks_first(placements: Placements) -> float:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
 
     def shard(model: nn.Module) -> None:
-        shard_layers(model, mesh=mesh, placements=placements)
+        sharded(model, mesh=mesh, placements=placements)
         if dist.get_rank() == 0:
             with torch.no_grad():
                 assert torch.isfinite(model(inputs(0, 9))).all()

@@ -21,7 +21,7 @@ from dbuffer import Element, Flat, MeshError, Partial, Replicate, Whole
 from megatron_fsdp import ConfigError, MixedPrecisionPolicy, Placements, fully_shard, fully_shard_optimizer
 from tests.harness import FailureKind, RankError, on_ranks, run_ranks
 from tests.harness.models import Block, Made, Stack, inputs, make_mesh
-from tests.harness.oracle import shard_each
+from tests.harness.oracle import sharded
 
 # Names for the mistakes below; some are used there alone.
 __all__ = [
@@ -51,8 +51,7 @@ def trained(model: nn.Module | None = None) -> nn.Module:
 
 
 def stack() -> nn.Module:
-    model = Stack(Block())
-    shard_each(model)
+    model = sharded(Stack(Block()))
     return model
 
 
@@ -427,8 +426,7 @@ class DiesOnRankOne(Block):
 
 
 def train_until_a_rank_dies() -> None:
-    model = Stack(Block(), DiesOnRankOne(), Block())
-    shard_each(model)
+    model = sharded(Stack(Block(), DiesOnRankOne(), Block()))
     model(inputs(dist.get_rank(), 0)).square().mean().backward()
 
 

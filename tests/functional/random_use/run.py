@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor
 from dbuffer import FlatDTensor
 from megatron_fsdp import CPUOffloadPolicy, Placements, fsdp_no_shard, fully_shard
 from megatron_fsdp.engine.unsharded_param import UnshardedParam
-from tests.functional.random_models import GRANULARITIES, POLICIES, SIDE_KINDS, build, parts_with_paths
-from tests.functional.random_use import RAISED, Program, Trainee, whole
+from tests.functional.random_use.models import GRANULARITIES, POLICIES, SIDE_KINDS, build, parts_with_paths
+from tests.functional.random_use.program import RAISED, Program, Trainee, whole
 from tests.harness import run_ranks
 from tests.harness.failures import FailureKind, RankError
 from tests.harness.storage_guard import guard_released_storage

@@ -8,8 +8,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from tests.functional.compatibility import SINCE_2_15, Program, enter, loss_of
-from tests.functional.compatibility_programs import Gather, hsdp
+from tests.functional.compatibility.agreements import Gather, hsdp
+from tests.functional.compatibility.program import SINCE_2_15, Program, enter, loss_of
 from tests.harness.models import inputs
 from tests.harness.oracle import whole
 

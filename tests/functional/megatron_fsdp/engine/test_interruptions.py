@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp import fully_shard_optimizer
-from tests.functional.interruptions import SWEEPS, Sweep, run
+from tests.functional.megatron_fsdp.engine.interruptions import SWEEPS, Sweep, run
 from tests.harness import on_ranks, run_ranks
 from tests.harness.grids import nightly_but
 from tests.harness.models import WIDTH, Block, Headed, inputs, squared
@@ -89,7 +89,7 @@ QUICK = [
 
 @pytest.mark.parametrize("pattern", sorted({sweep.kind for sweep in (*QUICK, *SWEEPS) if ".py" in sweep.kind}))
 def test_a_pattern_of_calls_names_functions_of_the_library(pattern: str) -> None:
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[4]
     for file, several, one in re.findall(r"(\w+)\\\.py(?: \(([\w|]+)\) | (\w+) |$)", pattern):
         names = {
             node.name

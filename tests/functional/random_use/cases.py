@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.functional.random_models import SIDE_KINDS, Part, Wrap
-from tests.functional.random_use import Program
+from tests.functional.random_use.models import SIDE_KINDS, Part, Wrap
+from tests.functional.random_use.program import Program
 
 __all__ = ["CASES", "Case"]
 

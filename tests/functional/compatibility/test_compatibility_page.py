@@ -1,6 +1,6 @@
 """docs/compatibility.md has a row for every name of FSDP2, FSDP1 and Megatron-FSDP, and each row has tests.
 
-``compatibility_tests.json`` lists the tests of each row: the head of the table, then the row's first cell.
+``tests.json`` lists the tests of each row: the head of the table, then the row's first cell.
 """
 
 import functools
@@ -19,14 +19,14 @@ from torch.distributed.fsdp import _fully_shard
 import megatron_fsdp
 from megatron_fsdp.integrations.megatron.fully_shard_model import ACCEPTED, fully_shard_model
 from megatron_fsdp.integrations.megatron.module import MegatronFSDP
-from tests.functional import compatibility_differences, compatibility_programs
-from tests.functional.compatibility import PROGRAMS, SINCE_2_15, has_name
+from tests.functional.compatibility import agreements, differences
+from tests.functional.compatibility.program import PROGRAMS, SINCE_2_15, has_name
 
-__all__ = ["compatibility_differences", "compatibility_programs"]
+__all__ = ["agreements", "differences"]
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "compatibility.md"
-TESTS = ROOT / "tests" / "functional" / "compatibility_tests.json"
+TESTS = Path(__file__).with_name("tests.json")
 VERDICTS = ("same", "differs", "refused", "no effect")
 # Arguments of Megatron-FSDP's fully_shard_model and MegatronFSDP, as its documentation lists them.
 MEGATRON_ARGUMENTS = """

@@ -33,12 +33,11 @@ from megatron_fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
     MixedPrecisionPolicy,
-    Placements,
-    fully_shard,
     fully_shard_optimizer,
     no_sync,
 )
-from tests.harness.models import WIDTH, Block, inputs, make_mesh
+from tests.harness.models import WIDTH, Block, inputs
+from tests.harness.oracle import sharded, whole
 
 __all__ = ["SETUPS", "SWEEPS", "Found", "Sweep", "run"]
 
@@ -187,10 +186,8 @@ class Setup:
     def shard(self, model: Any) -> None:
         """Shard a model over all ranks."""
         size, is_nested = dist.get_world_size(), self.strategy in ("hsdp", "hfsdp")
-        mesh = make_mesh((min(size, 2), max(size // 2, 1)) if is_nested else (size,))
-        placements = getattr(Placements, self.strategy)(*((0, 1) if is_nested else (0,)))
-        for part in (*model.blocks, model):
-            fully_shard(part, mesh, placements, mp_policy=self.policy, **self.options)
+        mesh = (min(size, 2), max(size // 2, 1)) if is_nested else (size,)
+        sharded(model, self.strategy, units=lambda m: m.blocks, mesh=mesh, mp_policy=self.policy, **self.options)
         if self.slots is not None:
             model.set_slot_pool(self.slots)
         if self.is_ordered:
@@ -323,7 +320,7 @@ class Trial:
         has_remainders = self._setup.policy is not None and self._setup.policy.split_main_params
         with torch.no_grad():
             for one, other in zip(self._model.parameters(), self._other.parameters(), strict=True):
-                other.copy_(one if isinstance(other, DTensor) else _whole(one))
+                other.copy_(one if isinstance(other, DTensor) else whole(one, one))
                 if has_remainders:
                     # A written weight has no remainder, so both models continue from rounded weights.
                     one.copy_(other)
@@ -334,17 +331,13 @@ class Trial:
             return
         for one, other in zip(self._model.parameters(), self._other.parameters(), strict=True):
             state = self._optimizer.state.get(one, {})
-            self._others_optimizer.state[other] = {key: _whole(value).clone() for key, value in state.items()}
+            self._others_optimizer.state[other] = {key: whole(value, value) for key, value in state.items()}
 
 
 def _swallow(unraisable: Any) -> None:
     """Ignore an interrupt that Python itself cannot pass on, for example while a generator is closed."""
     if str(unraisable.exc_value) != "simulated":
         sys.__unraisablehook__(unraisable)
-
-
-def _whole(value: torch.Tensor) -> torch.Tensor:
-    return value.detach().full_tensor() if isinstance(value, DTensor) else value.detach()
 
 
 def _differing(model: nn.Module, other: nn.Module, *, of_gradients: bool) -> Iterator[str]:
@@ -358,7 +351,7 @@ def _differing(model: nn.Module, other: nn.Module, *, of_gradients: bool) -> Ite
         if found is None or wanted is None:
             yield f"{what} is None"
         else:
-            off = (_whole(found).float() - _whole(wanted)).abs().max().item()
+            off = (whole(found, one).float() - whole(wanted, two)).abs().max().item()
             if not off <= _TOLERANCE:
                 yield f"{what} is off by {off:.2g}"
 

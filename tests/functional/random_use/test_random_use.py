@@ -1,6 +1,6 @@
 """Random uses of a sharded model, in any order, equal the plain model or raise a named error.
 
-Twenty programs, the same in every run; the closed list of refusals is in ``random_use_run``.
+Twenty programs, the same in every run; the closed list of refusals is in ``run``.
 ``RANDOM_USE="0 2000"`` runs the programs of two thousand seeds from 0 on, ``RANDOM_USE=2000`` those of new ones.
 """
 
@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from tests.functional.random_programs import draw
-from tests.functional.random_use_cases import CASES
-from tests.functional.random_use_run import Verdict, outcome, outcomes
+from tests.functional.random_use.cases import CASES
+from tests.functional.random_use.draw import draw
+from tests.functional.random_use.run import Verdict, outcome, outcomes
 from tests.harness.failures import RankError
 
 NUM_USUAL, AT_ONCE = 20, 40

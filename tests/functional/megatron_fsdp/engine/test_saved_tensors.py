@@ -3,6 +3,7 @@
 import io
 import logging
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,12 +13,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from megatron_fsdp import MixedPrecisionPolicy, fully_shard
+from megatron_fsdp import MixedPrecisionPolicy
 from megatron_fsdp.engine.unit import units_below
 from tests.harness import on_ranks
 from tests.harness.grids import covering, nightly_but
-from tests.harness.models import WIDTH, Block, CheckpointedStack, Made, inputs, three_blocks
-from tests.harness.twins import Twins
+from tests.harness.models import WIDTH, Block, CheckpointedStack, Made, Product, inputs, three_blocks
+from tests.harness.twins import Twins, sharded
 
 
 def groups_of(model: nn.Module) -> list[Any]:
@@ -46,14 +47,9 @@ def build() -> nn.Module:
     return Made(forward, first=first, blocks=three_blocks())
 
 
-def shard(model: Any) -> None:
-    for part in (model.first, *model.blocks.layers, model):
-        fully_shard(part)
-
-
 @on_ranks(2)
 def test_gradients_equal_the_whole_models_when_saved_tensors_are_pickled() -> None:
-    twins, worst = Twins(build, shard=shard), []
+    twins, worst = Twins(build, units=lambda model: (model.first, *model.blocks.layers)), []
     xs = [inputs(rank, 0).requires_grad_() for rank in range(dist.get_world_size() + 1)]
     xs[-1] = inputs(dist.get_rank(), 0).requires_grad_()
     for _ in range(2):
@@ -125,39 +121,8 @@ OFFLOADS: dict[str, Callable[[], Any]] = {
     "copies": lambda: torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach().clone(), lambda it: it),
     "views": lambda: torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.view_as(tensor), lambda it: it),
     "detached": lambda: torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach(), lambda it: it),
+    "copied after forward": LaterCopies,
 }
-
-
-@pytest.mark.parametrize("reshard", [True, None, False])
-@pytest.mark.parametrize("kind", OFFLOADS)
-@on_ranks(2)
-def test_gradients_equal_the_whole_models_when_saved_tensors_are_offloaded(kind: str, reshard: bool | None) -> None:
-    def shard_all(model: Any) -> None:
-        for part in (*model.layers, model):
-            fully_shard(part, reshard_after_forward=reshard)
-
-    twins = Twins(three_blocks, shard=shard_all)
-    for step in range(2):
-        with OFFLOADS[kind]():
-            loss = twins.model(inputs(dist.get_rank(), step)).square().mean()
-        loss.backward()
-        twins.plain_backward(step)
-    assert twins.gradients_apart() < 1e-6
-
-
-@on_ranks(3)
-def test_copies_that_are_made_after_forward_need_weights_that_stay_until_backward() -> None:
-    def shard_all(model: Any) -> None:
-        for part in (*model.layers, model):
-            fully_shard(part, reshard_after_forward=False)
-
-    twins = Twins(three_blocks, shard=shard_all)
-    for step in range(2):
-        with LaterCopies():
-            loss = twins.model(inputs(dist.get_rank(), step)).square().mean()
-        loss.backward()
-        twins.plain_backward(step)
-    assert twins.gradients_apart() < 1e-6
 
 
 @on_ranks(2)
@@ -170,8 +135,7 @@ def test_an_array_of_a_gathered_weight_keeps_its_memory_and_the_log_says_so() ->
         return output
 
     model: Any = nn.Sequential(Made(forward, linear=nn.Linear(WIDTH, WIDTH)), nn.Linear(WIDTH, WIDTH))
-    for part in (*model, model):
-        fully_shard(part, reshard_after_forward=True)
+    sharded(model, reshard_after_forward=True)
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -210,32 +174,38 @@ def test_gradients_that_were_converted_to_arrays_can_be_dropped() -> None:
         twins.zero_grad()
 
 
+# Strategies, and reshard_after_forward.
+LAYOUTS: tuple[tuple[str, bool | None], ...] = (
+    ("optim", None), ("optim_grads", None), ("hsdp", None),
+    *(("optim_grads_params", reshard) for reshard in (True, None, False)),
+)  # fmt: skip
 RUNS = [
-    (kind, strategy, is_checkpointed, dtype)
-    for kind in OFFLOADS
-    for strategy in ("optim", "optim_grads", "optim_grads_params", "hsdp")
-    for is_checkpointed in (False, True)
-    for dtype in (torch.float32, torch.bfloat16)
+    (kind, layout, is_checkpointed, dtype)
+    for kind, layout, is_checkpointed, dtype in product(
+        OFFLOADS, LAYOUTS, (False, True), (torch.float32, torch.bfloat16)
+    )
+    # Hooks that copy after forward need weights that stay until backward.
+    if kind != "copied after forward" or (layout == ("optim_grads_params", False) and not is_checkpointed)
 ]
 
 
-def num_ranks(strategy: str) -> int:
+def num_ranks(layout: tuple[str, bool | None]) -> int:
     """Return two ranks for a mesh of two axes, and three for one axis."""
-    return 2 if strategy == "hsdp" else 3
+    return 2 if layout[0] == "hsdp" else 3
 
 
 def three_checkpointed_blocks() -> nn.Module:
     return CheckpointedStack(Block(), Block(hidden=1), Block(hidden=17))
 
 
-@pytest.mark.parametrize(("kind", "strategy", "is_checkpointed", "dtype"), nightly_but(covering(RUNS), RUNS))
+@pytest.mark.parametrize(("kind", "layout", "is_checkpointed", "dtype"), nightly_but(covering(RUNS), RUNS))
 @on_ranks(num_ranks)
 def test_offloaded_tensors_change_no_gradient(
-    kind: str, strategy: str, is_checkpointed: bool, dtype: torch.dtype
+    kind: str, layout: tuple[str, bool | None], is_checkpointed: bool, dtype: torch.dtype
 ) -> None:
     build = three_checkpointed_blocks if is_checkpointed else three_blocks
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    twins = Twins(build, strategy, mp_policy=policy)
+    twins = Twins(build, layout[0], mp_policy=policy, reshard_after_forward=layout[1])
     optimizers = twins.optimizers(torch.optim.SGD, lr=0.1)
     for step in range(3):
         with OFFLOADS[kind]():
@@ -243,9 +213,7 @@ def test_offloaded_tensors_change_no_gradient(
         loss.backward()
         twins.plain_backward(step)
         assert twins.gradients_apart() < (1e-6 if dtype is torch.float32 else 3e-2)
-        for optimizer in optimizers:
-            optimizer.step()
-        twins.zero_grad()
+        twins.step(optimizers)
 
 
 @on_ranks(2)
@@ -260,9 +228,7 @@ def test_frozen_units_are_resharded_after_a_checkpointed_backward() -> None:
             x = checkpoint(block, x, use_reentrant=False)
         return x
 
-    model: Any = Made(forward, blocks=blocks)
-    for part in (*blocks, model):
-        fully_shard(part)
+    model = sharded(Made(forward, blocks=blocks))
     for step in range(2):
         model(inputs(dist.get_rank(), step)).square().mean().backward()
         assert all(isinstance(param, DTensor) for param in model.parameters())
@@ -273,8 +239,7 @@ def test_frozen_units_are_resharded_after_a_checkpointed_backward() -> None:
 def test_a_backward_that_reads_weights_set_not_to_be_gathered_is_refused() -> None:
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 5000), nn.Linear(5000, 3), nn.Tanh())
-    for part in (*model[:3], model):
-        fully_shard(part, reshard_after_forward=True)
+    sharded(model, units=lambda model: model[:3], reshard_after_forward=True)
     # The input of the first layer needs no gradient, so its backward reads no weight.
     model[0].set_unshard_in_backward(False)
     model(inputs(dist.get_rank(), 0)).square().mean().backward()
@@ -300,20 +265,6 @@ class Skips:
             return tensor.detach().clone()
         self.num_kept += 1
         return tensor
-
-
-class Product(torch.autograd.Function):
-    """A linear layer that saves its weight itself, as Transformer Engine's do."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        return x @ weight.t()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        x, weight = ctx.saved_tensors
-        return gradients[0] @ weight, gradients[0].t() @ x
 
 
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])

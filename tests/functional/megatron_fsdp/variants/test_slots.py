@@ -1,6 +1,6 @@
 """Slots in training: the allocator's bits, no allocation after the first step, and the predicted bytes.
 
-``random_use_cases`` tests slots that are chosen and given up between steps, errors and evaluations.
+``random_use.cases`` tests slots that are chosen and given up between steps, errors and evaluations.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from megatron_fsdp.variants.memory_slots import pools_of
 from tests.harness import on_ranks
 from tests.harness.grids import nightly_but
 from tests.harness.models import Block, CheckpointedStack, Made, ShuffledStack, Stack, inputs, squared
-from tests.harness.oracle import shard_each
+from tests.harness.oracle import sharded
 
 HIDDEN_SIZES = (97, 13, 131, 101, 131, 111)
 STEPS = 4
@@ -167,8 +167,7 @@ def losses_with(prepare: Callable[[Any], object], *, is_meta: bool = False) -> l
     torch.manual_seed(3)
     model: nn.Module = Stack(*(Block(hidden=hidden) for hidden in HIDDEN_SIZES[:3]))
     values = {name: value.clone() for name, value in model.state_dict().items()}
-    model = model.to("meta") if is_meta else model
-    shard_each(model)
+    model = sharded(model.to("meta") if is_meta else model)
     prepare(model)
     if is_meta:
         materialize(model)

@@ -1,6 +1,6 @@
 """A loss may use tensors that a unit stores outside of its outputs; a backward through only these raises an error.
 
-``random_use_cases`` covers outputs that are not tensors.
+``random_use.cases`` covers outputs that are not tensors.
 """
 
 import warnings

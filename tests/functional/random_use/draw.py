@@ -4,8 +4,8 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 
-from tests.functional.random_models import ENCLOSING, LEAVES, POLICIES, SIDE_KINDS, Part, Wrap, parts_with_paths
-from tests.functional.random_use import Program, is_below
+from tests.functional.random_use.models import ENCLOSING, LEAVES, POLICIES, SIDE_KINDS, Part, Wrap, parts_with_paths
+from tests.functional.random_use.program import Program, is_below
 
 __all__ = ["draw"]
 

@@ -32,7 +32,7 @@ from megatron_fsdp import (
     no_sync,
     save_checkpoint,
 )
-from tests.functional.random_models import (
+from tests.functional.random_use.models import (
     BATCH,
     WIDTH,
     Description,

@@ -2,8 +2,8 @@
 
 After an intended change of the schedule, write the files again and read the difference::
 
-    python -m tests.functional.transcripts
-    git diff tests/functional/golden
+    python -m tests.functional.megatron_fsdp.engine.transcripts
+    git diff tests/functional/megatron_fsdp/engine/golden
 """
 
 from collections.abc import Callable
@@ -16,9 +16,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron_fsdp import fully_shard, microbatch, no_sync
+from megatron_fsdp import microbatch, no_sync
 from tests.harness import run_ranks
 from tests.harness.models import WIDTH, Block, Made, inputs
+from tests.harness.oracle import sharded
 from tests.harness.transcript import record_transcript
 
 __all__ = ["NUM_RANKS", "SCENARIOS", "golden_path", "record", "write_all"]
@@ -52,9 +53,7 @@ def four_blocks(span: int = 0, use_reentrant: bool = False, frozen: tuple[int, .
     model = Model(span, use_reentrant)
     for index in frozen:
         model.blocks[index].requires_grad_(False)
-    for block in model.blocks:
-        fully_shard(block)
-    return fully_shard(model)
+    return sharded(model, units=lambda m: m.blocks)
 
 
 class WithHead(Made):
@@ -67,9 +66,7 @@ def with_head() -> Any:
         stem=nn.Linear(WIDTH, WIDTH), blocks=nn.ModuleList([Block(), Block()]), norm=nn.LayerNorm(WIDTH),
         head=nn.Linear(WIDTH, 3),
     )  # fmt: skip
-    for part in (*model.blocks, [model.norm, model.head], model):
-        fully_shard(part)
-    return model
+    return sharded(model, units=lambda m: (*m.blocks, [m.norm, m.head]))
 
 
 def train(model: nn.Module, lines: Lines, microbatches: int = 1, steps: tuple[int, ...] = (0, 1)) -> None:
@@ -156,6 +153,6 @@ def write_all() -> None:
 
 if __name__ == "__main__":
     # Import the module by the name that ranks import, not as __main__.
-    from tests.functional import transcripts
+    from tests.functional.megatron_fsdp.engine import transcripts
 
     transcripts.write_all()

@@ -17,12 +17,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from dbuffer.collectives.parts import Part
-from megatron_fsdp import GradientScaleError, Placements, check_gradient_scale, fully_shard
+from megatron_fsdp import GradientScaleError, check_gradient_scale
 from megatron_fsdp.engine import reduce
 from megatron_fsdp.engine.reduce import Reduction
 from tests.functional.expert_parallel import rows, shard_experts
 from tests.harness import on_ranks
 from tests.harness.models import Block, Stack
+from tests.harness.oracle import sharded
 
 TOKENS = 36
 """Of a microbatch over all ranks: nine for each of four."""
@@ -55,10 +56,7 @@ def dense(*sizes: tuple[str, int]) -> tuple[Stack, Any]:
     names, shape = zip(*sizes, strict=True)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     torch.manual_seed(0)
-    model = Stack(Block(), Block(hidden=3))
-    for module in (*model.layers, model):
-        fully_shard(module, mesh[names[0]], Placements.optim_grads_params(0))
-    return model, mesh
+    return sharded(Stack(Block(), Block(hidden=3)), mesh=mesh[names[0]]), mesh
 
 
 def data_parallel() -> Stack:

@@ -17,10 +17,10 @@ from torch.utils.checkpoint import checkpoint
 from dbuffer import observe_collectives
 from megatron_fsdp import FsdpModule, MixedPrecisionPolicy, expert_matmul
 from megatron_fsdp.engine.outputs import iterate_tensors
-from tests.functional.linear_uses import USES, counted_products, stack_of
+from tests.functional.megatron_fsdp.engine.linear_uses import USES, counted_products, stack_of
 from tests.harness import on_ranks
-from tests.harness.models import WIDTH, Made, Stack, inputs, squared, three_blocks
-from tests.harness.oracle import Case, compare, shard_layers
+from tests.harness.models import WIDTH, Made, RaisesInBackward, Stack, inputs, squared, three_blocks
+from tests.harness.oracle import Case, compare
 from tests.harness.twins import Twins, sharded
 
 NUM_STEPS = 2
@@ -168,7 +168,7 @@ def bytes_per_parameter(*, is_fused: bool) -> float:
     try:
         model = wide_stack()
         mesh = init_device_mesh("cpu", (NUM_RANKS,))
-        shard_layers(model, mesh=mesh, mp_policy=policy)
+        sharded(model, mesh=mesh, mp_policy=policy)
         num_parameters = sum(parameter.numel() for parameter in plain.parameters())
         return (bytes_of_a_microbatch(model) - least) / num_parameters
     finally:
@@ -218,20 +218,10 @@ def test_a_weight_that_gets_neither_gradient_nor_product_counts_as_unused() -> N
     assert not any(parameter.grad is not None for parameter in model.parameters())
 
 
-class Failing(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        raise ArithmeticError("backward went wrong")
-
-
 def breakable(layer: Any, x: torch.Tensor) -> torch.Tensor:
     """Use the layer twice, and fail in backward between the two uses on demand."""
     x = torch.tanh(layer.linear(x))
-    return layer.linear(Failing.apply(x) if layer.is_broken and isinstance(layer, FsdpModule) else x)
+    return layer.linear(RaisesInBackward.apply(x) if layer.is_broken and isinstance(layer, FsdpModule) else x)
 
 
 def fail_first(model: nn.Module, rank: int, step: int) -> torch.Tensor:

@@ -31,9 +31,7 @@ def test_training_with_a_budget_equals_the_plain_model(strategy: str, num_ranks:
         twins.model.set_prefetch_bytes(num_bytes)
         twins.backward(step)
         assert twins.gradients_apart() < 1e-5
-        for optimizer in optimizers:
-            optimizer.step()
-        twins.zero_grad()
+        twins.step(optimizers)
     assert twins.weights_apart() < 1e-4
 
 

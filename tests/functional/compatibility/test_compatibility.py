@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from tests.functional import compatibility_differences, compatibility_programs
-from tests.functional.compatibility import PROGRAMS, complaints, has_name
+from tests.functional.compatibility import agreements, differences
+from tests.functional.compatibility.program import PROGRAMS, complaints, has_name
 from tests.harness import run_ranks
 
-__all__ = ["compatibility_differences", "compatibility_programs"]
+__all__ = ["agreements", "differences"]
 # PyTorch's own loader asks for the default device by a name that PyTorch itself deprecates.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Multiple backends are registered:UserWarning"),

@@ -1,4 +1,4 @@
-"""Gradients of sharded models equal whole models' for many ways to call modules (more: ``random_use_cases``)."""
+"""Gradients of sharded models equal whole models' for many ways to call modules (more: ``random_use.cases``)."""
 
 import gc
 import weakref

@@ -26,8 +26,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
-from tests.functional.compatibility import SINCE_2_15, Program, Run, blocks, enter, loss_of, mesh, shows
-from tests.functional.wire_tensor import ReleasingTensor
+from tests.functional.compatibility.program import SINCE_2_15, Program, Run, blocks, enter, loss_of, mesh, shows
+from tests.functional.megatron_fsdp.variants.wire_tensor import ReleasingTensor
 from tests.harness.models import Block, Made, inputs
 from tests.harness.oracle import whole
 
