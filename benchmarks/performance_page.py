@@ -217,7 +217,7 @@ def page(text: str, folder: Path = RESULTS) -> str:
 
     def table(name: str) -> str:
         if name == "summary":
-            return table_of(SUMMARY, folder, has_sources=False)
+            return table_of(SUMMARY, folder, is_summary=True)
         return _whole_table(name, folder) if name in PREDICTED else table_of(TABLES[name], folder)
 
     pattern = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -253,25 +253,31 @@ def error_bar(folder: Path = RESULTS) -> dict[str, Any]:
     return {"settings": median.case["settings"], "clock": arguments["clock"], **values}
 
 
-def table_of(claims: Sequence[Claim], folder: Path, *, has_sources: bool = True) -> str:
-    """Return a Markdown table of targets and measurements, and below it machine and commit of each file of results.
+def table_of(claims: Sequence[Claim], folder: Path, *, is_summary: bool = False) -> str:
+    """Return a Markdown table of targets and measurements.
+
+    Below the table come the machine and the commit of each file of results. A summary has a column with the bench of
+    each row instead.
 
     Raises:
-        LookupError: no row, or several, answer to a claim.
+        LookupError: a claim matches no row, or several.
     """
     files = {claim.file: read_rows(folder / f"{claim.file}.json") for claim in claims}
     lines = ["| ratio | wanted | measured | spread | rounds |", "|---|---:|---:|---:|---:|"]
+    if is_summary:
+        lines = [lines[0] + " bench |", lines[1] + "---|"]
     for claim in claims:
         row = _row_of(claim, files[claim.file][1])
         exact = row.samples.rounds == 1
         wanted = "" if claim.most is None else f"<= {claim.most:g}"
         mark = "" if claim.most is None or row.samples.median <= claim.most else " (missed)"
         spread, rounds = ("exact", "") if exact else (f"{row.samples.spread:.0%}", str(row.samples.rounds))
-        lines.append(f"| {claim.words} | {wanted} | {row.samples.median:.2f}{mark} | {spread} | {rounds} |")
-    if not has_sources:
+        bench = f" {claim.file.partition('-')[0]} |" if is_summary else ""
+        lines.append(f"| {claim.words} | {wanted} | {row.samples.median:.2f}{mark} | {spread} | {rounds} |{bench}")
+    if is_summary:
         return "\n".join([*lines, ""])
-    sources = [_source(name, environment) for name, (environment, _) in files.items()]
-    return "\n".join([*lines, "", f"Rows: {', '.join(sources)}.", ""])
+    joined = ",\n".join(_source(name, environment) for name, (environment, _) in files.items())
+    return "\n".join([*lines, "", f"Rows: {joined}.", ""])
 
 
 def _row_of(claim: Claim, rows: Sequence[Row]) -> Row:
