@@ -208,12 +208,12 @@ SUMMARY: Sequence[Claim] = [
 ]
 """The lines of docs/performance.md that no picture shows. RESULTS.md has all lines."""
 
-# Benches whose own tables are on the page of tables.
+# Benches that write their own tables.
 PREDICTED = ("virtual", "error_bar")
 
 
 def page(text: str, folder: Path = RESULTS) -> str:
-    """Return the text of a page with its tables made again."""
+    """Return the text of a page with new tables."""
 
     def table(name: str) -> str:
         if name == "summary":
@@ -230,7 +230,7 @@ def picture_of(name: str) -> Path:
 
 
 def _whole_table(name: str, folder: Path) -> str:
-    """Return all rows of a file as its bench shows them."""
+    """Return all rows of a file in the bench's own format."""
     environment, rows = read_rows(folder / f"{name}.json")
     shown = importlib.import_module(f"benchmarks.bench_{name}").rows_text(rows)
     return f"{shown}\n\nRows: {_source(name, environment)}.\n"

@@ -36,14 +36,14 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A model, as far as planning needs it.
+    """A model as planning needs it: modules without memory, counts and operations.
 
     Attributes:
         num_parameters, num_active_parameters: all parameters, and those that one token uses.
         module: the model on the meta device. blocks: its units below the root.
         transformer: computation and activations, for models of the catalog and their stages. None: each parameter is
             assumed to be used in two operations per token, and activations are unknown.
-        notes: notes on what is unknown.
+        notes: sentences that say which quantities are unknown.
     """
 
     name: str
@@ -162,7 +162,7 @@ def factory_subject(target: str, unit_classes: tuple[str, ...] = ()) -> Subject:
         unit_classes: names of the classes whose modules are units; empty: the repeated blocks in the outermost
             ``ModuleList``s.
     Raises:
-        ConfigError: the function cannot be imported, fails, or its model has no module of those classes.
+        ConfigError: the function cannot be imported or fails, or its model has no module of a unit class.
     """
     model = build_on_meta(_imported(target))
     blocks = repeated_blocks(model)

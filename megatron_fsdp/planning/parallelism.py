@@ -1,4 +1,4 @@
-"""Model parallelism: one rank's part of a tensor-, expert-, context- and pipeline-parallel job, and what it sends.
+"""Compute one rank's part of a model under tensor, expert, context and pipeline parallelism, and its collectives.
 
 Layers are divided as in Megatron-LM. Attention heads, the first layers of MLPs and the vocabulary are divided by
 outputs, the layers after them by inputs. Norms, routers and the narrow projections of latent attention are whole on
@@ -21,7 +21,7 @@ __all__ = ["ModelTransfer", "Parallelism", "Stage", "bubble_share", "in_flight",
 
 @dataclass(frozen=True, slots=True)
 class Parallelism:
-    """The number of ranks over which a model is divided, beyond data parallelism.
+    """Sizes of the model-parallel groups of a job.
 
     Attributes:
         tensor: ranks that share each layer. expert: ranks that share the experts of a layer.
@@ -53,7 +53,7 @@ class Parallelism:
         return self.tensor if self.is_sequence_parallel else 1
 
     def data_ranks(self, world: int) -> int:
-        """Return the number of ranks over which dense weights are sharded: data x context parallel. Or ConfigError."""
+        """Return the number of ranks (data x context parallel) that shard dense weights, or raise ConfigError."""
         _share(world, self.tensor * self.pipeline * self.context, "--tp x --pp x --cp", f"--world {world}")
         _share(world, self.ranks_of_expert * self.expert * self.pipeline, "--etp x --ep x --pp", f"--world {world}")
         return world // (self.tensor * self.pipeline)
@@ -92,9 +92,9 @@ class Stage:
 
 
 def stages_of(architecture: Architecture, parallelism: Parallelism) -> tuple[Stage, ...]:
-    """Return what a rank of each stage has.
+    """Return the part of the model on a rank of each stage.
 
-    Each stage gets a run of consecutive layers. If the layers do not divide evenly, the stages after the first get one
+    Each stage gets consecutive layers. If the layers do not divide evenly, the stages after the first get one layer
     more each until none is left, because the first stage has the embedding. A tied output matrix is on both the first
     and the last stage.
 
@@ -175,7 +175,7 @@ _DIMS: dict[str, int | None] = {
     **dict.fromkeys(("c_attn", "c_fc"), -1),
     "c_proj": 0,
 }
-# Their biases are added after the sum over the ranks.
+# Biases of these layers are added after the sum over the ranks, so each rank has the whole bias.
 _SUMMED = ("o_proj", "down_proj", "c_proj")
 _TABLES = ("embed_tokens", "wte", "lm_head")
 
@@ -237,7 +237,7 @@ class ModelTransfer:
 def model_transfers(
     stage: Stage, parallelism: Parallelism, workload: Workload, itemsize: int
 ) -> tuple[ModelTransfer, ...]:
-    """Return what a rank of a stage communicates in a step for model parallelism.
+    """Return the model-parallel collectives that a rank of a stage issues in a step.
 
     Tensor parallelism: two all-reduces of the residual stream per layer and pass (Shoeybi et al. 2019, section 3). With
     sequence parallelism each is replaced by an all-gather and a reduce-scatter (Korthikanti et al. 2022, section 4.2).

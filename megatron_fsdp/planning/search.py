@@ -94,7 +94,7 @@ def fit_tables(found: dict[str, Any]) -> Iterator[Table]:
         f"{len(fitting):,} of {counted(found['num_tried'], 'setup')} {verb} {limit} on "
         f"{counted(found['num_ranks'], 'rank')}, {counted(found['sequences_per_step'], 'sequence')} per step{unknown}"
     )
-    # Of one rank, as in the plan below it: the ranks train on different sequences.
+    # The rate of one rank, as in the plan below the table; the ranks train on different sequences.
     renamed = {"tokens_per_second": "tokens/s and rank"}
     yield Table.of([{renamed.get(key, key): each[key] for key in each} for each in fitting[:_ROWS]], title)
     yield Table.of(found["rejected"], "what does not fit")
