@@ -71,7 +71,7 @@ class Parallelism:
 
 def _share(number: int, size: int, flags: str, of_what: str) -> int:
     if number % size:
-        raise ConfigError(f"{flags} is {size}, which does not divide {of_what}")
+        raise ConfigError(f"{flags} is {size}, which does not divide {of_what}. fix: use sizes that divide it")
     return number // size
 
 
@@ -125,7 +125,9 @@ def stages_of(architecture: Architecture, parallelism: Parallelism) -> tuple[Sta
 
 def _check(architecture: Architecture, parallelism: Parallelism) -> None:
     if parallelism.expert > 1 and not architecture.num_routed_parameters:
-        raise ConfigError(f"--ep {parallelism.expert}: {architecture.model_type} has no routed experts")
+        raise ConfigError(
+            f"--ep {parallelism.expert}: {architecture.model_type} has no routed experts. fix: leave out --ep"
+        )
     if parallelism.tensor * parallelism.pipeline * parallelism.context > 1 and not architecture.vocab_size:
         raise ConfigError(
             f"--tp, --pp and --cp divide language models; {architecture.model_type} is not one. fix: leave them out"
@@ -133,7 +135,8 @@ def _check(architecture: Architecture, parallelism: Parallelism) -> None:
     heads, groups = architecture.num_attention_heads, architecture.num_key_value_heads
     if heads % parallelism.tensor or (groups % parallelism.tensor and parallelism.tensor % groups):
         raise ConfigError(
-            f"--tp {parallelism.tensor} does not divide {heads} attention heads with {groups} of keys and values"
+            f"--tp {parallelism.tensor} does not divide {heads} attention heads with {groups} of keys and values. "
+            "fix: use a --tp that divides both"
         )
 
 
@@ -213,7 +216,10 @@ def _sliced_shape(
     if dim is None:
         if len(shape) == 1 or module in _DIMS:
             return shape
-        raise ConfigError(f"--tp {tensor}: nothing is known of how {where} of shape {shape} is divided")
+        raise ConfigError(
+            f"--tp {tensor}: how tensor parallelism cuts {where} of shape {shape} is unknown. fix: leave out --tp for "
+            "this model"
+        )
     # With fewer key and value heads than ranks, several ranks hold the same head.
     size = min(tensor, num_key_value_heads) if module in ("k_proj", "v_proj") else tensor
     return _divided(where, shape, dim % len(shape), size, "--tp")
@@ -221,7 +227,9 @@ def _sliced_shape(
 
 def _divided(where: str, shape: tuple[int, ...], dim: int, size: int, flag: str) -> tuple[int, ...]:
     if shape[dim] % size:
-        raise ConfigError(f"{flag} {size} does not divide dimension {dim} of {where}, {shape}")
+        raise ConfigError(
+            f"{flag} {size} does not divide dimension {dim} of {where}, {shape}. fix: use a divisor of {shape[dim]}"
+        )
     return (*shape[:dim], shape[dim] // size, *shape[dim + 1 :])
 
 

@@ -135,7 +135,10 @@ def _num_ranks(options: Options) -> int:
     if gpus is None and mesh is None:
         raise ConfigError("--fit needs --gpus N, the number of ranks. fix: add --gpus N, or --mesh to keep one mesh")
     if mesh is not None and gpus not in (None, math.prod(mesh)):
-        raise ConfigError(f"--gpus {gpus} contradicts --mesh {'x'.join(map(str, mesh))}, which has {math.prod(mesh)}")
+        raise ConfigError(
+            f"--gpus {gpus} contradicts --mesh {'x'.join(map(str, mesh))}, which has {math.prod(mesh)} ranks. fix: "
+            "leave out one of them"
+        )
     return int(gpus) if mesh is None else math.prod(mesh)
 
 

@@ -301,7 +301,7 @@ def test_partial_averages_as_gradients_are_the_mean_over_ranks() -> None:
 
 
 def test_other_partial_gradients_are_refused() -> None:
-    with pytest.raises(PlacementError, match=r"legal are Partial\(\) and Partial\('avg'\)"):
+    with pytest.raises(PlacementError, match=r"give Partial\(\) or Partial\('avg'\)"):
         Placements((0,), (Replicate(),), (Partial("max"),), (Flat(),))
 
 

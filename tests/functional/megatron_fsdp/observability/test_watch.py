@@ -245,7 +245,7 @@ def test_a_gpu_collective_is_polled_without_a_timeout_that_makes_nccl_abort() ->
 
 
 def test_a_model_that_is_not_sharded_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no module of the model has parameters that fully_shard took"):
+    with pytest.raises(ConfigError, match="no module of the model is sharded"):
         Watch(nn.Linear(2, 2))
 
 

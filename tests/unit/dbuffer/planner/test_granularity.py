@@ -68,8 +68,8 @@ def test_one_granularity_stands_for_all_tensors() -> None:
     [
         ([Row()], "1 granularities for 2 tensors"),
         ([Row(), Row], "granularity of tensor 1"),
-        (Row, "wanted Element"),
-        (7, "wanted Element"),
+        (Row, "give Element"),
+        (7, "give Element"),
     ],
 )
 def test_a_list_that_does_not_name_one_granularity_per_tensor_is_refused(granularity: object, message: str) -> None:
