@@ -239,8 +239,8 @@ def _imported(target: str) -> Callable[[], nn.Module]:
         ) from error
     if not hasattr(imported, name):
         names = [each for each, value in vars(imported).items() if callable(value)]
-        meant = f"; did you mean {nearest(name, names)}?" if names else ""
-        raise ConfigError(f"--factory {target}: {module} has no {name!r}{meant}")
+        meant = f"the nearest is {nearest(name, names)}" if names else "name a function of it"
+        raise ConfigError(f"--factory {target}: {module} has no {name!r}. fix: {meant}")
     found = getattr(imported, name)
     if not callable(found):
         raise ConfigError(

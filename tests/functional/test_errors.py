@@ -432,7 +432,7 @@ def train_until_a_rank_dies() -> None:
     model(inputs(dist.get_rank(), 0)).square().mean().backward()
 
 
-def test_a_rank_that_dies_ends_the_job_with_an_error_on_the_others_within_the_timeout() -> None:
+def test_if_a_rank_dies_the_others_raise_an_error_within_the_timeout() -> None:
     started = time.monotonic()
     with pytest.raises(RankError) as caught:
         run_ranks(3, train_until_a_rank_dies, timeout=20, fresh=True)

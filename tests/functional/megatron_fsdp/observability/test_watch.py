@@ -127,7 +127,7 @@ def test_ranks_that_opened_different_numbers_of_watches_before_understand_each_o
 
 
 @on_ranks(3)
-def test_swapped_units_of_one_size_are_found_by_a_check_at_the_end_and_at_an_interval() -> None:
+def test_swapped_units_of_one_size_are_found_at_the_end_and_at_an_interval() -> None:
     errors = []
     for way in ("check", "end", "interval 2"):
         model, tokens = sharded_model(), draw_tokens(dist.get_rank())

@@ -168,7 +168,7 @@ QUICK = [each for each in EVERYWHERE if each[0] in ("gpt2", "llama3-8b", "mixtra
 
 
 @pytest.mark.parametrize(("name", "mesh"), nightly_but(QUICK, EVERYWHERE))
-def test_units_of_every_model_are_gathered_and_reduced_once_each_in_worlds_of_any_size(name: str, mesh: str) -> None:
+def test_a_plan_gathers_and_reduces_each_unit_of_every_model_once_in_any_world(name: str, mesh: str) -> None:
     plain = plan_of("plan", "--model", name, "--mesh", mesh)
     units = sum(unit["count"] for unit in plain["report"]["units"] if unit["groups"])
     counts: Counter[tuple[str, str]] = Counter()
@@ -270,7 +270,7 @@ def test_activations_that_were_measured_count_per_sequence() -> None:
         ("--model llama3-8b --fit 80GiB --gpus 8 --tp 2", "--tp is not searched over"),
         ("--hf-config /nowhere/config.json --mesh 8", "--hf-config /nowhere/config.json: "),
         ("--factory nowhere:make --mesh 8", "--factory nowhere:make: No module named 'nowhere', neither in "),
-        (f"--factory {__name__}:make_modle --mesh 8", "has no 'make_modle'; did you mean make_model?"),
+        (f"--factory {__name__}:make_modle --mesh 8", "has no 'make_modle'. fix: the nearest is make_model"),
         ("--factory nowhere --mesh 8", "write it as package.module:function"),
         (f"--factory {__name__}:LLAMA --mesh 8", "LLAMA is a tuple. fix: name a function"),
         (

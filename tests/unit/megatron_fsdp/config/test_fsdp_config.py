@@ -60,7 +60,7 @@ def test_every_flag_has_a_field_with_its_default() -> None:
     assert list(found.items()) == list(wanted.items())
 
 
-def test_a_config_made_in_code_is_of_this_engine_and_one_of_a_command_line_asks_the_flag() -> None:
+def test_a_config_made_in_code_uses_this_engine_and_a_parsed_one_asks_the_flag() -> None:
     assert FsdpConfig().use_megatron_fsdp
     assert not config("").use_megatron_fsdp
     assert config("--use-megatron-fsdp") == FsdpConfig()
