@@ -25,7 +25,7 @@ def flags_markdown() -> str:
         "- `add_megatron_fsdp_args(parser)` adds them to a parser.",
         "- `config = FsdpConfig.from_args(args)` checks them.",
         "- Pass `config.fully_shard_kwargs(mesh)` to every `fully_shard` call of a model. Then call",
-        "  `config.apply(model)`, which makes the settings that are methods of the sharded model.",
+        "  `config.apply(model)`, which calls the methods of the sharded model that set the rest.",
         "- `config.explain()` returns the dtypes and the effect of each flag. `config.notices()` returns the given",
         "  flags that have no effect here, with the reason.",
         "",
