@@ -1,1 +1,1 @@
-"""Benchmarks: measurements that a claim may cite, and what compares two of them. ``python -m benchmarks --help``."""
+"""Benchmarks: measurements, and comparisons with other engines. ``python -m benchmarks --help``."""

@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     module = importlib.import_module(f"benchmarks.bench_{args.command}")
     rows: list[Row] = module.run(args)
     if not rows:
-        # With several ranks, one rank has all rows.
+        # Under torchrun only rank 0 returns rows.
         return 0
     # A bench may define its own table, and a name of its results that depends on the device.
     print(getattr(module, "rows_text", rows_text)(rows))
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def benches() -> dict[str, str]:
-    """Return the benches of this folder by name, with the first line of what each says of itself."""
+    """Return the benches of this folder: the first line of each docstring by the bench's name."""
     found = {}
     for path in sorted(FOLDER.glob("bench_*.py")):
         docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""

@@ -28,13 +28,13 @@ from benchmarks.harness import Row, Samples, Times, beside_peers, in_turn
 from benchmarks.models import Model, Shape
 from tests.harness import run_ranks
 
-# To save, and to load.
+# The save, and the load.
 Calls = tuple[Callable[[], object], Callable[[], object]]
 WAYS = ("ours", "torch DCP", "torch.save")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the size of the model and where to write."""
+    """Add the options for the model's size and the folder."""
     parser.add_argument("--layers", type=int, default=6, help="of the model")
     parser.add_argument("--width", type=int, default=512, help="of the model")
     parser.add_argument("--vocabulary", type=int, default=8192, help="of the model")
@@ -124,7 +124,7 @@ def _peer_calls(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer
 
 
 def checkpoint_rows(case: Mapping[str, str | int | float], num_bytes: int, ranks: Sequence[Times]) -> list[Row]:
-    """Return bytes per second of each way, of the slowest rank, and ours over those of the others."""
+    """Return the slowest rank's bytes per second of each way, and the ratios of ours to the other ways."""
     rows = []
     for position, kind in enumerate(("save", "load")):
         speeds = {}

@@ -80,17 +80,17 @@ class CpuSpeeds:
     launch: float = 0.0
 
     def seconds(self, work: Work) -> float:
-        """Return how long it takes."""
+        """Return the seconds that the work takes alone."""
         if work.ranks:
             return (self.collective + self.sent * _sent(work)) / self.share
         return (self.call + self.product * work.flops + self.memory * work.num_bytes) / self.share
 
     def link(self, work: Work) -> str:
-        """Return the one link there is; a rank's kernels share nothing."""
+        """Return the shared resource: the one link for collectives, none for kernels."""
         return "gloo" if work.ranks else ""
 
     def occupied(self, work: Work) -> float:
-        """A collective of gloo takes nothing from kernels: ``share`` counts what ranks take from each other."""
+        """Return 0: gloo's collectives do not slow kernels, and ``share`` counts how ranks slow each other."""
         return 0.0
 
 
@@ -100,7 +100,7 @@ def _sent(work: Work) -> float:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add how often steps are measured."""
+    """Add the option for the number of measured steps."""
     parser.add_argument(
         "--blocks", type=int, default=4, help="how often all settings are measured, 1 to 4 ranks in turn"
     )
@@ -121,7 +121,7 @@ def run(args: argparse.Namespace) -> list[Row]:
         alike = [each for each in chosen if each.ranks == ranks]
         found = run_ranks(ranks, measure, alike, args.rounds, args.clock, timeout=600.0)
         for number, each in enumerate(alike):
-            # A step is as long as on the slowest rank; the shortest is the one that others disturbed least.
+            # A step takes as long as its slowest rank. The shortest step was disturbed least by other processes.
             slowest = (max(seconds) for seconds in zip(*(rank[number] for rank in found), strict=True))
             measured[each] = min(measured[each], *slowest)
     recorded = {each: record(each) for each in chosen}
@@ -197,7 +197,7 @@ def _step_of(setting: Setting) -> Step:
 
 
 def measure(chosen: Sequence[Setting], rounds: int, clock: str) -> list[list[float]]:
-    """Return the seconds of each setting's steps; the settings take turns."""
+    """Return the seconds of each setting's steps; the settings run in turn."""
     steps = [_step_of(each) for each in chosen]
     given = [torch.zeros(shape.batch, shape.length + 1, dtype=torch.int64) for shape in _shapes(chosen)]
     times: list[list[float]] = [[] for _ in chosen]
@@ -225,7 +225,7 @@ def record(setting: Setting) -> tuple[Item, ...]:
 
 
 def speeds_of(coefficients: dict[str, float], setting: Setting, clock: str) -> CpuSpeeds:
-    """Return the CPU of one of the setting's ranks; in processor time no rank waits for a core."""
+    """Return the speeds of one rank of the setting. Processor time leaves out waiting for a core."""
     share = (torch.multiprocessing.cpu_count() or 1) / setting.ranks if clock == "wall" else 1.0
     return CpuSpeeds(**coefficients, share=min(1.0, share))
 

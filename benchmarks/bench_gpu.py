@@ -40,7 +40,7 @@ LIMIT_S = 450.0
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What to measure on.
+    """The device, and the sizes to measure.
 
     Attributes:
         device: "cuda" or "cpu". is_small: take tiny sizes. rounds: measured calls of everything.
@@ -67,7 +67,7 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The target for the rows of a metric: a maximum or a minimum."""
+    """The target of a metric's rows: a maximum or a minimum."""
 
     bench: str
     metric: str
@@ -75,11 +75,11 @@ class Target:
     least: float | None = None
 
     def is_about(self, row: Row) -> bool:
-        """Whether the target is set for this row."""
+        """Return whether this target applies to a row."""
         return (row.bench, row.metric) == (self.bench, self.metric)
 
     def is_met_by(self, row: Row) -> bool:
-        """Whether the row's median is within the target."""
+        """Return whether the row's median is within the target."""
         value = row.samples.median
         return (self.most is None or value <= self.most) and (self.least is None or value >= self.least)
 
@@ -91,7 +91,7 @@ TARGETS = (
     Target("kernels", "rate over that of a copy", least=0.9),
     Target("optimizer", "step of the flat AdamW over FSDP2's", most=1.0),
     Target("step", "wall time over peer's", most=0.95),
-    # Allocated bytes are FSDP2's, as the peak is that of activations; what the allocator reserves for them differs. On
+    # Allocated bytes equal FSDP2's, because activations make the peak. The bytes that the allocator reserves differ. On
     # the null CUDA machine it is 1.002 of FSDP2's here, and less for Llama-3-8B (tests/nullcuda/memory.py).
     Target("step", "reserved memory over peer's", most=1.02),
     Target("ranked step", "wall time over peer's", most=1.0),
@@ -102,13 +102,13 @@ TARGETS = (
     Target("memory", "peak in backward over the forecast", most=1.1),
     Target("captured step", "values that differ after replays", most=0.0),
     Target("captured step", "replay over step", most=1.0),
-    # 0.47 on a CPU (benchmarks/results/host.json, llama-like); on a GPU streams and events come on top of both.
+    # 0.47 on a CPU (benchmarks/results/host.json, llama-like); on a GPU both also pay for streams and events.
     Target("host", "host time over FSDP2's", most=0.5),
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the device, the sizes and what limits the time."""
+    """Add the options for the device, the sizes and the time limit."""
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="where")
     parser.add_argument("--small", action="store_true", help="tiny sizes, to rehearse")
     parser.add_argument("--sections", nargs="+", default=list(SECTIONS), choices=list(SECTIONS), help="what to measure")
@@ -119,7 +119,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> list[Row]:
-    """Go through the sections.
+    """Run all sections.
 
     Raises:
         SystemExit: there is no GPU.
@@ -146,7 +146,7 @@ def run(args: argparse.Namespace) -> list[Row]:
         begun = time.monotonic()
         try:
             rows += SECTIONS[name](setup)
-        # A kernel that does not compile on this GPU is a finding, and no reason to leave out the rest.
+        # If a kernel does not compile on this GPU, report it and run the other sections.
         except Exception as error:
             traceback.print_exc()
             rows.append(_note(name, "failed", f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"))
@@ -221,7 +221,7 @@ PRODUCTS = ((2048, 4096, 4096), (8192, 4096, 4096), (2048, 4096, 11008), (2048, 
 
 
 def fused_gradients(setup: Setup) -> list[Row]:
-    """Compare units of linear layers whose weight gradients are multiplied into place with ones that copy them."""
+    """Compare linear layers whose weight gradients are written into the packed buffer with layers that copy them."""
     rows = []
     for tokens, width, out in ((8, 16, 24), (5, 7, 3)) if setup.is_small else PRODUCTS:
         case = {"tokens": tokens, "width": width, "out": out}
@@ -274,7 +274,7 @@ def _peak_of_products(setup: Setup, name: str, case: Mapping[str, int]) -> int:
 
 
 def memory(setup: Setup) -> list[Row]:
-    """Compare the peaks of forward and backward with what explain() says before the first step."""
+    """Compare the peaks of forward and backward with the forecast of explain() before the first step."""
     sizes = (2, 32, 64) if setup.is_small else (12, 2048, 32000)
     shape = Shape(*sizes, batch=1, length=2, head_width=8 if setup.is_small else 128, compute=None)
     rows = []
@@ -326,7 +326,7 @@ def _note(section: str, what: str, why: str) -> Row:
 
 
 def _forget(device: str) -> None:
-    """Give back the memory of a section."""
+    """Release the memory of a section."""
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()

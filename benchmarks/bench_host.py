@@ -41,7 +41,7 @@ PRECISIONS: Mapping[str, Precision] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the models, their number of layers, the worlds and the number of rounds."""
+    """Add the options for models, layers, worlds and rounds."""
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="cuda: models of real widths")
     parser.add_argument("--models", nargs="+", choices=[*MODELS, *WIDE_MODELS], help="what to train; all by default")
     parser.add_argument("--layers", type=int, help="sharded layers beside the root; 16 by default, 12 on cuda")
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> list[Row]:
         return _run_on_cuda(args)
     rows = []
     models, num_layers = args.models or list(MODELS), args.layers or 16
-    # Gathered memory holds anything, and arithmetic on denormal numbers would take longer than the engines.
+    # Gathered memory is uninitialized, and arithmetic on denormal numbers would take longer than the engines.
     torch.set_flush_denormal(True)
     try:
         for num_ranks in args.worlds:
@@ -81,7 +81,7 @@ def result_name(args: argparse.Namespace) -> str:
 
 def _run_on_cuda(args: argparse.Namespace) -> list[Row]:
     rows = []
-    # No other kernel of attention needs more than the device's name to be chosen.
+    # cuDNN's attention asks the GPU for more than its name, which the null device does not have.
     torch.backends.cuda.enable_cudnn_sdp(False)
     for num_ranks in args.worlds:
         with _null_nccl(num_ranks) if args.group == "nccl" else null_world(num_ranks):
@@ -95,7 +95,7 @@ def _run_on_cuda(args: argparse.Namespace) -> list[Row]:
 
 @contextlib.contextmanager
 def _null_nccl(num_ranks: int) -> Iterator[None]:
-    """Become rank 0 of an NCCL world without other ranks."""
+    """Make this process rank 0 of an NCCL world without other ranks."""
     device = torch.device("cuda", torch.cuda.current_device())
     dist.init_process_group("nccl", store=HashStore(), rank=0, world_size=num_ranks, device_id=device)
     try:
@@ -105,11 +105,11 @@ def _null_nccl(num_ranks: int) -> Iterator[None]:
 
 
 def measure(case: Mapping[str, Any], rounds: int, device: str = "cpu", num_functions: int = 0) -> list[Row]:
-    """Return the rows of one model in the world that there is.
+    """Return the rows of one model in the current world.
 
     Args:
         case: ``model``, of ``MODELS`` or ``WIDE_MODELS``; ``layers``; ``ranks``; ``precision`` other than FP32.
-        num_functions: print so many of the functions whose calls this project adds.
+        num_functions: how many of the functions whose calls this project adds to print.
     """
     mesh = world_mesh(device)
     steps = {}
@@ -168,7 +168,7 @@ def calls_of(function: Callable[[], object]) -> Calls:
 
 
 def added_calls(calls: Calls, plain: Calls) -> list[tuple[str, int]]:
-    """Return functions with the calls of them beyond the plain model's, most first."""
+    """Return the calls of each function beyond the plain model's, most first."""
     added = {name: count - plain[name] for name, count in calls.items() if count != plain[name]}
     return sorted(added.items(), key=lambda item: -item[1])
 

@@ -21,12 +21,12 @@ from tests.harness import run_ranks
 __all__ = ["add_arguments", "run"]
 
 MESHES = {"2": (2,), "4": (4,), "2x2": (2, 2)}
-# Both a policy's ``reduction``.
+# The two values of a policy's ``reduction``.
 REDUCTIONS = ("default", "invariant")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what to measure and how often."""
+    """Add the options for meshes, wire dtypes, microbatches and rounds."""
     parser.add_argument("--meshes", nargs="+", default=["2", "4"], choices=list(MESHES), help="gloo ranks; 2x2: HSDP")
     parser.add_argument("--wires", nargs="+", default=["fp32"], choices=["fp32", "bf16"], help="reduce_dtype")
     parser.add_argument("--microbatches", type=int, nargs="+", default=[1, 4], help="of each rank in a step")
@@ -80,7 +80,7 @@ def step_of(name: str, shape: Shape, sizes: Sequence[int], wire: str, microbatch
 
 
 def rows_of(case: Mapping[str, str | int | float], ranks: Sequence[Times]) -> list[Row]:
-    """Return seconds of each, of the slowest rank and of all processors, and the ratio of both."""
+    """Return each policy's seconds (of the slowest rank, and of all processors) and their ratio."""
     rows = []
     for what, samples in both(ranks).items():
         rows += [Row("invariance", {**case, "reduction": name}, what, "s", samples[name]) for name in samples]

@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> list[Row]:
 
 def kernel_rows(numel: int, device: torch.device, rounds: int) -> list[Row]:
     """Return the rates of all kernels on ``numel`` elements, and their ratios to a copy measured in turn."""
-    # Some kernels take less time on the device than their call takes on the host.
+    # Some kernels run on the device for less time than the host needs to call them.
     stopwatch = device_seconds if device.type == "cuda" else None
     rows = []
     copy = copy_work(numel, device)
@@ -85,7 +85,7 @@ def copy_work(numel: int, device: torch.device) -> Work:
 
 
 def makers(numel: int, device: torch.device) -> dict[str, Callable[[], Work]]:
-    """Return, by name, what allocates the buffers of one kernel."""
+    """Return, by kernel, a function that allocates its buffers and returns the calls to measure."""
     steps = {f"adamw ({name})": name for name in ADAMW_CASES}
     return {
         "cast_copy fp32 to bf16": lambda: cast_work(numel, device),
@@ -110,13 +110,13 @@ def accumulate_work(numel: int, device: torch.device) -> Work:
 
 
 def checksum_work(numel: int, device: torch.device) -> Work:
-    """Take 64 bits of fp32 weights."""
+    """Compute the 64-bit checksum of fp32 weights."""
     source = torch.ones(numel, device=device)
     return Work(lambda: checksum(source, key=1), source.nbytes)
 
 
 def halves_work(numel: int, device: torch.device, *, joins: bool) -> Work:
-    """Take fp32 weights apart into bf16 and 16 bits, or put them together."""
+    """Split fp32 weights into bf16 and 16 bits, or join them."""
     main, model = torch.randn(numel, device=device), torch.ones(numel, dtype=BF16, device=device)
     rest = torch.zeros(numel, dtype=INT16, device=device)
     num_bytes = main.nbytes + model.nbytes + rest.nbytes
@@ -126,7 +126,7 @@ def halves_work(numel: int, device: torch.device, *, joins: bool) -> Work:
 
 
 def adamw_work(numel: int, device: torch.device, case: str) -> Work:
-    """Take an AdamW step of one segment."""
+    """Run an AdamW step on one segment."""
     gradient, weight, moments, beside = ADAMW_CASES[case]
     gradients, weights, exp_avg, exp_avg_sq = (
         torch.ones(numel, dtype=dtype, device=device) for dtype in (gradient, weight, moments, moments)

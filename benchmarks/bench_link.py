@@ -39,7 +39,7 @@ class _Sleep(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        # Like a matrix product, whose backward is twice the work of forward.
+        # Sleeps like a matrix product computes: backward takes twice as long as forward.
         time.sleep(2 * ctx.seconds)
         pairs = zip(ctx.saved_tensors, ctx.needs_input_grad[2:], strict=True)
         return gradients[0], None, *(torch.zeros_like(weight) if is_wanted else None for weight, is_wanted in pairs)
@@ -54,7 +54,7 @@ class Layer(nn.Module):
         self.seconds = seconds
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the input after a while."""
+        """Return the input after the given time."""
         output: torch.Tensor = _Sleep.apply(x, self.seconds, *self.parameters())  # type: ignore[no-untyped-call]
         return output
 
@@ -69,7 +69,7 @@ class MixedLayer(Layer):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the sizes, the link, and how long compute takes."""
+    """Add the options for sizes, link and compute times."""
     parser.add_argument("--layers", type=int, default=12, help="of the model")
     parser.add_argument("--numel", type=int, default=65536, help="parameters of a layer")
     parser.add_argument("--ranks", type=int, default=8, help="simulated ranks")
@@ -114,7 +114,7 @@ def _layers(args: argparse.Namespace, seconds: float, engine: str) -> list[Layer
 
 
 def _mixed_layers(args: argparse.Namespace, seconds: float, engine: str) -> list[Layer]:
-    # FSDP2 takes no two dtypes in one unit.
+    # FSDP2 does not accept two dtypes in one unit.
     dtype = torch.float32 if engine == "FSDP2" else torch.bfloat16
     return [MixedLayer(args.numel, seconds, dtype) for _ in range(args.layers)]
 
@@ -147,7 +147,7 @@ def overlap_rows(
 
 
 def least_exposed(num_layers: int, collective: float, forward: float) -> float:
-    """Return the seconds that no schedule hides, if gathers and reductions each have their own link.
+    """Return the least exposed communication of any schedule, in seconds, with a link each for gathers and reductions.
 
     The sum of the first gather, the last reduce-scatter, and for each layer but the first the time by which its gather
     is longer than the compute that overlaps with it. Backward computes twice as long as forward and gathers as many

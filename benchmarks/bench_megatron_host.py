@@ -28,7 +28,7 @@ Step = Callable[[], None]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the sizes of the model and of the world, and the number of rounds."""
+    """Add the options for model, worlds and rounds."""
     parser.add_argument("--layers", type=int, default=12, help="of the model, a unit each")
     parser.add_argument("--worlds", type=int, nargs="+", default=[8, 64], help="numbers of ranks")
     parser.add_argument("--rounds", type=int, default=41, help="measured steps of each engine")
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> list[Row]:
     from tests.integration.megatron_training import megatron_processes
 
     rows = []
-    # Gathered memory holds anything, and arithmetic on denormal numbers would take longer than the engines.
+    # Gathered memory is uninitialized, and arithmetic on denormal numbers would take longer than the engines.
     torch.set_flush_denormal(True)
     try:
         for num_ranks in args.worlds:
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> list[Row]:
 
 
 def measure(case: dict[str, int], rounds: int) -> list[Row]:
-    """Return the rows of one model in the world that there is."""
+    """Return the rows of one model in the current world."""
     steps = {name: make(case["layers"]) for name, make in _ENGINES.items()}
     # Processor time of this process; other processes do not count.
     seconds = interleaved(steps, rounds=rounds, warmup=5, clock=time.process_time)
@@ -125,7 +125,7 @@ def _model(num_layers: int) -> tuple[Any, Any]:
 
 
 def _units(model: Any) -> list[nn.Module]:
-    """Return the modules of which the adapter makes units, without the root."""
+    """Return the modules that the adapter makes units, without the root."""
     return [model.embedding, *model.decoder.layers]
 
 

@@ -36,7 +36,7 @@ Case = Mapping[str, str | int | float]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the sizes of model and world."""
+    """Add the options for model and worlds."""
     parser.add_argument("--layers", type=int, default=12, help="of the model")
     parser.add_argument("--width", type=int, default=256, help="of the model")
     parser.add_argument("--vocabulary", type=int, default=1024, help="of the model")
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> list[Row]:
     """Measure every precision in every world."""
-    # In the weights' dtype, however slow: a cast of each weight, kept for backward, would hide what engines hold.
+    # Slow, but casts of weights, kept for backward, would hide the engines' memory.
     sizes = (args.layers, args.width, args.vocabulary)
     shape = Shape(*sizes, batch=1, length=2, head_width=min(args.width, 64), compute=None)
     rows: list[Row] = []

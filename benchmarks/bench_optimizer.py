@@ -41,7 +41,7 @@ PEERS = {
 
 
 class OnDTensors(torch.optim.AdamW):
-    """Steps each DTensor by itself, as classes do that are not known to be element-wise."""
+    """An optimizer that the engine does not know to be element-wise, so it steps each DTensor separately."""
 
 
 class Layer(nn.Module):
@@ -53,7 +53,7 @@ class Layer(nn.Module):
         self.linears = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what the last part returns."""
+        """Send the input through all parts in order."""
         for part in (*self.norms, *self.linears):
             x = part(x)
         return x
@@ -92,7 +92,7 @@ class _Training:
         self.model(torch.randn(2, self.width, dtype=torch.bfloat16)).square().mean().backward()
 
     def timed(self) -> tuple[float, float]:
-        """Train once; return the seconds of the step, and of the step with zero_grad.
+        """Run a training step; return the seconds of the optimizer's step, without and with zero_grad.
 
         Both are processor time of this process; other processes do not count.
         """
@@ -158,7 +158,7 @@ def _without_launches(step: Callable[[], object]) -> None:
 
 
 def _launch_nothing(*_: object, **__: object) -> None:
-    """Stand in for a launch; a mock's own bookkeeping would cost as much as the step."""
+    """Replace a launch. A mock's bookkeeping would take as long as the step."""
 
 
 class _Counter(TorchDispatchMode):

@@ -1,6 +1,6 @@
 """Padding of published models over many shards (writes docs/padding.md), and how long planning takes.
 
-Padding is exact: shapes and arithmetic, the same everywhere. Times are of this machine.
+Padding is computed from shapes and is the same on every machine. Times depend on the machine.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SHARDS = (2, 8, 64, 128, 512, 1024, 4096)
 DOCUMENT = Path(__file__).parents[1] / "docs" / "padding.md"
 # Sixteen bytes of a two-byte dtype, as the planner aligns by default.
 ALIGNMENT = 8
-# Nothing is refused or warned of: the table is about what there is.
+# No limits, so that the planner neither raises nor warns: the table shows all paddings.
 ANYTHING = PaddingLimits(warn_ratio=math.inf, refuse_ratio=math.inf)
 
 Shape = tuple[int, ...]
@@ -151,7 +151,7 @@ def padding_rows() -> list[Row]:
 
 
 def time_rows(rounds: int) -> list[Row]:
-    """Return how long planning takes, in processor time: other programs on the machine don't count."""
+    """Return the processor time of planning, which leaves out other programs on the machine."""
     cases: dict[str, Callable[[], object]] = {
         "awkward unit, plan": lambda: [plan(unit, shards, limits=ANYTHING) for unit, shards in awkward],
         "awkward unit, plan_regions": lambda: [

@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> list[Row]:
-    """Train by each engine and return its readings, their growth, and ours over the peers'."""
+    """Train with each engine; return its readings, their growth, and the ratios of ours to the peers'."""
     case = {"steps": args.steps, "ranks": args.ranks, "batch": args.batch}
     return resident_rows(case, {engine: train(engine, args) for engine in args.engines})
 
@@ -73,7 +73,7 @@ def readings(log: Path, first: int) -> Samples:
 
 
 def resident_rows(case: Mapping[str, str | int | float], found: Mapping[str, Samples]) -> list[Row]:
-    """Return the readings of each engine, how far they rise above the first, and ours over each peer's."""
+    """Return the readings of each engine, their growth above the first, and the ratios of ours to each peer's."""
     rows = beside_peers(Row("resident", case, "resident memory", "B"), found)
     for engine, samples in found.items():
         rise = Samples((max(samples.values) / samples.values[0],))

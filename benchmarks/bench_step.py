@@ -38,7 +38,7 @@ _NUM_STEPS = 3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what to measure and how often."""
+    """Add the options for models, precisions, engines and rounds."""
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS, help="batch x length, or experts")
     parser.add_argument(
         "--precisions", nargs="+", default=["fp32", "bf16"], choices=list(PRECISIONS), help="of compute and reduction"
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> list[Row]:
 
 
 def shape_of(name: str, args: argparse.Namespace) -> Shape:
-    """Return the sizes that a name and the options stand for."""
+    """Return the sizes of a named model, with the changes of the options."""
     shape = Shape(args.layers, args.width, args.vocabulary, head_width=min(64, args.width))
     if name == "moe":
         return replace(shape, num_experts=4, hidden_ratio=2.0)
@@ -81,7 +81,7 @@ def train_interleaved(engines: Sequence[str], shape: Shape, precision: Precision
 
 
 def step_rows(case: Mapping[str, str | int | float], ranks: Sequence[Times]) -> list[Row]:
-    """Return seconds of each engine, and ours over each other's."""
+    """Return the seconds of each engine, and the ratios of ours to the others."""
     return [row for what, samples in both(ranks).items() for row in beside_peers(Row("step", case, what, "s"), samples)]
 
 
@@ -117,7 +117,7 @@ def null_rows(shape: Shape, num_ranks: int, device: str, rounds: int) -> list[Ro
 
 
 def null_case(shape: Shape, num_ranks: int) -> dict[str, str | int | float]:
-    """Return the common part of the case of such rows."""
+    """Return the part of the case that these rows share."""
     model = f"llama-like, {shape.num_layers} layers of {shape.width}"
     return {"model": model, "tokens": shape.batch * shape.length, "precision": "bf16", "ranks": num_ranks}
 
@@ -139,7 +139,7 @@ def _memory_of(name: str, shape: Shape, device: str) -> tuple[int, int]:
         return step
 
     phases = dict(cuda_phases_of(run) if device == "cuda" else phases_of(run))
-    # The model is gone with that call; its cycles and blocks must not count for the next.
+    # The model is free. Free its reference cycles and cached blocks too, so that the next engine does not count them.
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()

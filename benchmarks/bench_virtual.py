@@ -42,7 +42,7 @@ CALLS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what to predict."""
+    """Add the options for models, meshes, tokens, dtypes and engines."""
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS, help="1b: Llama 3.2's shape")
     parser.add_argument("--meshes", nargs="+", default=list(MESHES), choices=list(MESHES), help="8x8: 64 in one axis")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 2048, 4096, 8192], help="on each rank")
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> list[Row]:
-    """Predict every combination."""
+    """Predict the time of every combination."""
     rows = []
     for model in args.models:
         for mesh in args.meshes:

@@ -22,7 +22,7 @@ _BLOCK = 5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the sizes of the model and the number of rounds."""
+    """Add the options for widths and rounds."""
     parser.add_argument("--widths", type=int, nargs="+", default=[64, 256], help="of the model")
     parser.add_argument("--ranks", type=int, default=2, help="gloo ranks")
     parser.add_argument("--rounds", type=int, default=15, help=f"blocks of {_BLOCK} steps of each kind")

@@ -30,12 +30,12 @@ from dbuffer.events import CollectiveCall, observe_collectives
 from tests.harness import run_ranks
 
 Way = Callable[[], object]
-# Of one rank: seconds of each round by way, bytes gathered and peak bytes by way, bytes of the weights in bf16.
+# One rank's results by way (seconds of each round, gathered bytes, peak bytes), and the bytes of the weights in bf16.
 Measured = tuple[dict[str, tuple[float, ...]], dict[str, tuple[int, int]], int]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the size of the model, of the world and of buckets."""
+    """Add the options for model, ranks and buckets."""
     parser.add_argument("--layers", type=int, default=6, help="of the model; the default has 40 million parameters")
     parser.add_argument("--width", type=int, default=576, help="of the model")
     parser.add_argument("--vocabulary", type=int, default=8192, help="of the model")
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> list[Row]:
 
 
 def gather_in_turn(shape: Shape, bucket_bytes: int, rounds: int) -> Measured:
-    """Return what each way takes on this rank."""
+    """Return the time, the gathered bytes and the peak memory of each way on this rank."""
     ways = _ways(shape, bucket_bytes)
 
     def spend(way: Way) -> float:
@@ -115,19 +115,19 @@ def _one_by_one(model: nn.Module) -> None:
 
 
 def _receive(tensor: torch.Tensor) -> None:
-    """Read a tensor once, as an engine does."""
+    """Read a tensor once, as an inference engine does."""
     tensor.view(-1).view(torch.uint8).max()
 
 
 class _Gathered(TorchDispatchMode):
-    """Adds up the whole side of every gather: those that the engine tells of, and functional ones of DTensors."""
+    """Sums the unsharded bytes of all gathers: those reported by the engine's events, and DTensor's functional ones."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
         self.num_bytes = 0
 
     def hear(self, call: CollectiveCall) -> None:
-        """Count a collective of this project's."""
+        """Count a gather of this project."""
         self.num_bytes += call.num_bytes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -139,7 +139,7 @@ class _Gathered(TorchDispatchMode):
 
 
 def weight_rows(case: Mapping[str, str | int | float], ranks: Sequence[Measured]) -> list[Row]:
-    """Return seconds of the slowest rank, and bytes and memory of the rank that takes most, by way."""
+    """Return, by way, the seconds of the slowest rank, and the largest bytes and memory of a rank."""
     weights = ranks[0][2]
     case = {**case, "weight bytes": weights}
     rounds = {name: zip(*(one[0][name] for one in ranks), strict=True) for name in ranks[0][0]}

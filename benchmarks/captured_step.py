@@ -25,7 +25,7 @@ NUM_STEPS = 3
 
 
 def captured_rows(shape: Shape, precision: Precision, device: str, rounds: int) -> list[Row]:
-    """Return how many values differ after replays and after as many steps, and the times of both."""
+    """Return how many values differ between replays and ordinary steps, and the times of both."""
     with null_world(1):
         model = make_model(replace(shape, batch=1), device)
         ours(model, list(model.layers), world_mesh(device), precision)
@@ -64,7 +64,7 @@ def captured_rows(shape: Shape, precision: Precision, device: str, rounds: int) 
 
 
 def _capture(step: Callable[[], None], device: str) -> Callable[[], object]:
-    """Warm up, hold one step in a graph, and return what replays it."""
+    """Warm up, capture one step in a CUDA graph, and return the function that replays it."""
     if device != "cuda":
         step()
         return step

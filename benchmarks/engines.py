@@ -73,7 +73,7 @@ def make_model(shape: Shape, device: str) -> Model:
 
 
 def step_of(model: nn.Module, optimizer: Any) -> Step:
-    """Return a training step: forward, backward, the optimizer's step, and gradients dropped."""
+    """Return a training step: forward, backward, the optimizer's step and zero_grad."""
 
     def step(tokens: torch.Tensor) -> None:
         model(tokens).backward()
@@ -111,7 +111,7 @@ def plain(model: nn.Module, units: Sequence[nn.Module], mesh: DeviceMesh, precis
 
 
 def ours(model: nn.Module, units: Sequence[nn.Module], mesh: DeviceMesh, precision: Precision) -> nn.Module:
-    """Shard every unit and the rest by this project, which prefetches by itself."""
+    """Shard every unit and the root with this project, which prefetches by default."""
     policy = megatron_fsdp.MixedPrecisionPolicy(
         precision.compute,
         precision.reduce,
@@ -126,7 +126,7 @@ def ours(model: nn.Module, units: Sequence[nn.Module], mesh: DeviceMesh, precisi
 
 
 def fsdp2(model: nn.Module, units: Sequence[nn.Module], mesh: DeviceMesh, precision: Precision) -> nn.Module:
-    """Shard every unit and the rest by torch.distributed.fsdp, with asynchronous prefetch of a unit ahead."""
+    """Shard every unit and the root with torch.distributed.fsdp, with an asynchronous prefetch one unit ahead."""
     policy = fsdp.MixedPrecisionPolicy(precision.compute, precision.reduce, cast_forward_inputs=False)
     for module in (*units, model):
         fsdp.fully_shard(module, mesh=mesh, mp_policy=policy)
@@ -135,7 +135,7 @@ def fsdp2(model: nn.Module, units: Sequence[nn.Module], mesh: DeviceMesh, precis
         before.set_modules_to_forward_prefetch([after])
         after.set_modules_to_backward_prefetch([before])
     if mesh.device_type == "cpu":
-        # Without it a gather is over when it is issued, and nothing overlaps; CUDA has streams for that.
+        # Without this a gather on a CPU ends before the call returns, so nothing overlaps. CUDA overlaps by streams.
         root: Any = model
         root._set_unshard_async_op(True)
     return model
@@ -145,7 +145,7 @@ ENGINES: dict[str, Shard] = {"plain": plain, "ours": ours, "FSDP2": fsdp2}
 
 
 def train_fsdp2(shape: Shape, precision: Precision, device: str) -> Step:
-    """Train by torch.distributed.fsdp.fully_shard and torch's fused AdamW."""
+    """Train with torch.distributed.fsdp.fully_shard and torch's fused AdamW."""
     model = make_model(shape, device)
     fsdp2(model, list(model.layers), world_mesh(device), precision)
     return step_of(model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True))

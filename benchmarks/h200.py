@@ -1,4 +1,4 @@
-"""Machine: how long one accelerator takes for a kernel, a collective and a call of the host."""
+"""The times that an accelerator takes for kernels, collectives and host calls."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Machine:
     launch: float = 5 * _MICRO
 
     def seconds(self, work: Work) -> float:
-        """Return how long work takes that has the device, or its link, to itself."""
+        """Return the seconds of work that runs alone on the device or its link."""
         if work.ranks:
             return self._collective_seconds(work)
         moving = work.num_bytes / self.memory
@@ -65,7 +65,7 @@ class Machine:
         return self.collective_share
 
     def link(self, work: Work) -> str:
-        """Return what work shares: a collective the links of the node or the network, a kernel the device."""
+        """Return the shared resource: links of the node or the network for a collective, else the device."""
         if not work.ranks:
             return DEVICE
         return "node" if self._num_nodes(work) == 1 else "network"
@@ -77,14 +77,14 @@ class Machine:
         num_ranks = len(work.ranks)
         is_inside = self.link(work) == "node"
         neighbours = num_ranks // self._num_nodes(work)
-        # A ring through whole nodes leaves each by the ports of all its ranks.
+        # A ring through whole nodes uses the network ports of all ranks of a node.
         rate = self.node if is_inside else min(self.node, self.network * neighbours)
         hop = self.node_hop if is_inside else self.network_hop
         once = (num_ranks - 1) / num_ranks * work.num_bytes / rate
         ring = self.collective + (num_ranks - 1) * hop + once
         if work.kind != "all_reduce":
             return ring
-        # NCCL takes the better of a ring, twice through, and a double binary tree, up and down.
+        # NCCL takes the faster of two algorithms: a ring, passed twice, or a double binary tree, up and down.
         tree = self.collective + 2 * math.ceil(math.log2(num_ranks)) * hop + 2 * work.num_bytes / rate
         return min(2 * ring - self.collective, tree)
 

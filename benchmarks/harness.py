@@ -177,7 +177,7 @@ def ranks_in_turn(
     warmup: int = 2,
     synchronize: Callable[[], None] | None = None,
 ) -> Times:
-    """Return what each call takes on this rank, all ranks calling it at the same time."""
+    """Return the seconds of each call on this rank; all ranks make each call at the same time."""
     wait = synchronize or _nothing
 
     def spend(call: Callable[[], object]) -> tuple[float, float]:
@@ -192,7 +192,7 @@ def ranks_in_turn(
 
 
 def _nothing() -> None:
-    """Wait for no device."""
+    """Return at once: there is no device to wait for."""
 
 
 def both(ranks: Sequence[Times]) -> dict[str, dict[str, Samples]]:
@@ -227,7 +227,7 @@ _LEAD_CYCLES = 20_000_000
 def device_seconds(function: Callable[[], object]) -> float:
     """Return the seconds that a call keeps the current CUDA stream busy, by events around ten calls.
 
-    The host's time (launches, allocations, tables) is not in it: the device is behind when the first call is issued.
+    The host's time (launches, allocations, tables) does not count: the device is still busy at the first call.
     """
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
@@ -241,7 +241,7 @@ def device_seconds(function: Callable[[], object]) -> float:
 
 
 def ratio(mine: Samples, theirs: Samples) -> Samples:
-    """Return one set of samples over another, round by round; both were taken in the same rounds."""
+    """Return the ratio of two sets of samples, round by round; both were taken in the same rounds."""
     return Samples(tuple(a / b for a, b in zip(mine.values, theirs.values, strict=True)))
 
 

@@ -1,4 +1,4 @@
-"""Models for the host bench: usual architectures, so narrow that a step's time is the host's work.
+"""Models for the host bench: usual architectures, so narrow that the host determines a step's time.
 
 Each model is a function of its number of layers, and each layer is a unit. Models of ``transformers`` need the package.
 No model reads or downloads weights.
@@ -70,7 +70,7 @@ class ParallelLinear(nn.Module):
         self.skip_bias_add = skip_bias_add
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the output, and the bias where the caller is to add it."""
+        """Return the output, and the bias if the caller adds it."""
         if self.skip_bias_add:
             return functional.linear(x, self.weight), self.bias
         return functional.linear(x, self.weight, self.bias), None

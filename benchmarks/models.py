@@ -21,9 +21,9 @@ class Shape:
     """Sizes of a model and of its input.
 
     Attributes:
-        num_experts: of each layer; 0 for a dense one.
-        batch, length: of the tokens on one rank.
-        compute: dtype of activations; None for that of the weights.
+        num_experts: experts in each layer; 0: dense layers.
+        batch, length: shape of the tokens on one rank.
+        compute: dtype of activations; None: the dtype of the weights.
     """
 
     num_layers: int = 8
@@ -38,7 +38,7 @@ class Shape:
 
     @property
     def hidden(self) -> int:
-        """Width inside of a feed-forward part."""
+        """Inner width of a feed-forward part."""
         return int(self.width * self.hidden_ratio)
 
 
@@ -123,7 +123,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Tokens to the mean cross-entropy of predicting each token from those before it."""
+    """A GPT that returns the mean cross-entropy of its next-token predictions."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()

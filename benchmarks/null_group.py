@@ -21,7 +21,7 @@ __all__ = ["FinishedWork", "LocalGroup", "NullGroup", "local_world", "null_world
 
 
 class FinishedWork(dist.Work):
-    """The handle of a collective that is over before it began."""
+    """The handle of a finished collective."""
 
     def wait(self, timeout: Any = None) -> bool:
         """Return at once."""
@@ -38,7 +38,7 @@ class FinishedWork(dist.Work):
         return future
 
 
-# torch's stubs overload every method of it by types that differ between versions.
+# torch's type stubs overload each method with types that differ between versions.
 _ProcessGroup: Any = dist.ProcessGroup
 
 
@@ -49,10 +49,10 @@ class LocalGroup(_ProcessGroup):  # type: ignore[misc]  # of Any
     """
 
     def __init__(self, rank: int, size: int, name: str) -> None:
-        # The one of its constructors that makes an object whose methods C++ looks up in Python.
+        # Only this constructor makes an object whose Python methods C++ calls.
         super().__init__(rank, size)
         self._rank, self._size, self._backend = rank, size, name
-        # The base class keeps them only where a C++ backend does.
+        # The base class stores them only in a C++ backend.
         self._group_name = self._group_desc = ""
 
     def issue(self, num_bytes: int) -> dist.Work:
@@ -163,7 +163,7 @@ class NullGroup(LocalGroup):
         """Return a finished handle, always the same one."""
         return self._work
 
-    # What every unit calls in each step skips the count of its bytes.
+    # Units call these methods in each step, so they do not count bytes, which would take time.
 
     def all_gather_single(self, output: torch.Tensor, shard: torch.Tensor, opts: Any = None) -> dist.Work:
         """Write nothing."""

@@ -208,16 +208,16 @@ SUMMARY: Sequence[Claim] = [
 ]
 """The lines of docs/performance.md that no picture shows. RESULTS.md has all lines."""
 
-# Benches whose own tables are on the page of tables.
+# Benches that write their own tables.
 PREDICTED = ("virtual", "error_bar")
 
 
 def page(text: str, folder: Path = RESULTS) -> str:
-    """Return the text of a page with its tables made again."""
+    """Return the text of a page with new tables."""
 
     def table(name: str) -> str:
         if name == "summary":
-            return table_of(SUMMARY, folder, has_sources=False)
+            return table_of(SUMMARY, folder, is_summary=True)
         return _whole_table(name, folder) if name in PREDICTED else table_of(TABLES[name], folder)
 
     pattern = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -230,7 +230,7 @@ def picture_of(name: str) -> Path:
 
 
 def _whole_table(name: str, folder: Path) -> str:
-    """Return all rows of a file as its bench shows them."""
+    """Return all rows of a file in the bench's own format."""
     environment, rows = read_rows(folder / f"{name}.json")
     shown = importlib.import_module(f"benchmarks.bench_{name}").rows_text(rows)
     return f"{shown}\n\nRows: {_source(name, environment)}.\n"
@@ -253,25 +253,31 @@ def error_bar(folder: Path = RESULTS) -> dict[str, Any]:
     return {"settings": median.case["settings"], "clock": arguments["clock"], **values}
 
 
-def table_of(claims: Sequence[Claim], folder: Path, *, has_sources: bool = True) -> str:
-    """Return a Markdown table of targets and measurements, and below it machine and commit of each file of results.
+def table_of(claims: Sequence[Claim], folder: Path, *, is_summary: bool = False) -> str:
+    """Return a Markdown table of targets and measurements.
+
+    Below the table come the machine and the commit of each file of results. A summary has a column with the bench of
+    each row instead.
 
     Raises:
-        LookupError: no row, or several, answer to a claim.
+        LookupError: a claim matches no row, or several.
     """
     files = {claim.file: read_rows(folder / f"{claim.file}.json") for claim in claims}
     lines = ["| ratio | wanted | measured | spread | rounds |", "|---|---:|---:|---:|---:|"]
+    if is_summary:
+        lines = [lines[0] + " bench |", lines[1] + "---|"]
     for claim in claims:
         row = _row_of(claim, files[claim.file][1])
         exact = row.samples.rounds == 1
         wanted = "" if claim.most is None else f"<= {claim.most:g}"
         mark = "" if claim.most is None or row.samples.median <= claim.most else " (missed)"
         spread, rounds = ("exact", "") if exact else (f"{row.samples.spread:.0%}", str(row.samples.rounds))
-        lines.append(f"| {claim.words} | {wanted} | {row.samples.median:.2f}{mark} | {spread} | {rounds} |")
-    if not has_sources:
+        bench = f" {claim.file.partition('-')[0]} |" if is_summary else ""
+        lines.append(f"| {claim.words} | {wanted} | {row.samples.median:.2f}{mark} | {spread} | {rounds} |{bench}")
+    if is_summary:
         return "\n".join([*lines, ""])
-    sources = [_source(name, environment) for name, (environment, _) in files.items()]
-    return "\n".join([*lines, "", f"Rows: {', '.join(sources)}.", ""])
+    joined = ",\n".join(_source(name, environment) for name, (environment, _) in files.items())
+    return "\n".join([*lines, "", f"Rows: {joined}.", ""])
 
 
 def _row_of(claim: Claim, rows: Sequence[Row]) -> Row:

@@ -1,4 +1,4 @@
-"""A process group whose collectives move no data but take the time of a link with given latency and bandwidth.
+"""A process group whose collectives move no data, and take the time of a link with given latency and bandwidth.
 
 Each group is a queue. A collective starts when it is issued and the earlier collectives of its group are done. It takes
 ``latency + bytes / bandwidth``; bytes are those that a rank receives or sends. ``wait`` sleeps until then. With this
@@ -42,7 +42,7 @@ _WAITS: list[float] = []
 
 
 class TimedWork(FinishedWork):
-    """The handle of a collective that is over at a given time."""
+    """The handle of a collective that ends at a given time."""
 
     def __init__(self, end: float, waits: list[float]) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class TimedWork(FinishedWork):
         self._waits = waits
 
     def wait(self, timeout: Any = None) -> bool:
-        """Sleep until the collective is over."""
+        """Sleep until the collective ends."""
         rest = self._end - time.perf_counter()
         if rest > 0:
             self._waits.append(rest)
@@ -58,7 +58,7 @@ class TimedWork(FinishedWork):
         return True
 
     def is_completed(self) -> bool:
-        """Return whether it is over."""
+        """Return whether the collective has ended."""
         return time.perf_counter() >= self._end
 
 
@@ -71,7 +71,7 @@ class LinkGroup(LocalGroup):
         self._free_at = 0.0
 
     def issue(self, num_bytes: int) -> dist.Work:
-        """Queue a collective of so many bytes; one of none, such as a barrier, is over at once."""
+        """Queue a collective of ``num_bytes``; without bytes, as for a barrier, it has ended at once."""
         if not num_bytes:
             return FinishedWork()
         self._free_at = max(self._free_at, time.perf_counter()) + self._link.seconds(num_bytes)
@@ -79,7 +79,7 @@ class LinkGroup(LocalGroup):
 
 
 def take_waited_seconds() -> float:
-    """Return how long this process has waited for collectives of such groups since it asked last."""
+    """Return the seconds that this process has waited for such collectives since the last call."""
     waited = sum(_WAITS)
     _WAITS.clear()
     return waited

@@ -17,7 +17,7 @@ __all__ = ["TRAINERS", "bare"]
 
 
 def train_ours(shape: Shape, precision: Precision, device: str) -> Step:
-    """Train by this project's fully_shard and torch's fused AdamW, as the peers do."""
+    """Train with this project's fully_shard and torch's fused AdamW, which the other engines use too."""
     model = make_model(shape, device)
     ours(model, list(model.layers), world_mesh(device), precision)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
@@ -25,14 +25,14 @@ def train_ours(shape: Shape, precision: Precision, device: str) -> Step:
 
 
 def train_ours_flat(shape: Shape, precision: Precision, device: str) -> Step:
-    """Train by this project's fully_shard and its flat AdamW."""
+    """Train with this project's fully_shard and its flat AdamW."""
     model = make_model(shape, device)
     ours(model, list(model.layers), world_mesh(device), precision)
     return step_of(model, megatron_fsdp.AdamW(model.parameters(), lr=LEARNING_RATE))
 
 
 def train_ddp(shape: Shape, precision: Precision, device: str) -> Step:
-    """Train by DistributedDataParallel and torch's fused AdamW: everything is whole on every rank."""
+    """Train with DistributedDataParallel and torch's fused AdamW: every rank has all weights and state."""
     model = DistributedDataParallel(make_model(shape, device), gradient_as_bucket_view=True)
     return step_of(model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True))
 

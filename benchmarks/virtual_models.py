@@ -19,7 +19,7 @@ from megatron_fsdp.planning.catalog import Architecture
 __all__ = ["MODELS", "VirtualModel", "make_model"]
 
 MODELS = ("llama3-8b", "mixtral-8x7b", "1b")
-# Of Llama 3.2 1B, whose output matrix is the embedding; here it is its own.
+# Llama 3.2 1B, but with an output matrix that is not tied to the embedding.
 _SMALL = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "head_dim": 64}
 
 
@@ -85,7 +85,7 @@ class _Experts(nn.Module):
 
 
 class _Mixture(nn.Module):
-    """Each token goes to the ``chosen`` experts that its router likes best, as many tokens to each expert."""
+    """Each token goes to ``chosen`` experts; each expert gets the same number of tokens."""
 
     def __init__(self, width: int, hidden: int, num_experts: int, chosen: int) -> None:
         super().__init__()

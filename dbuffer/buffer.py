@@ -147,7 +147,8 @@ class DBuffer:
         if local_buffer.shape != (wanted,):
             raise LayoutError(
                 f"local_buffer has shape {tuple(local_buffer.shape)}, but this rank's part of the plan is ({wanted},): "
-                f"{buffer.plan.num_shards} shards of {buffer.plan.shard_numel} elements"
+                f"{buffer.plan.num_shards} shards of {buffer.plan.shard_numel} elements. fix: pass a 1-D tensor of "
+                f"{wanted} elements"
             )
         buffer.local_buffer.copy_(local_buffer)
         return buffer
@@ -342,8 +343,8 @@ class DBuffer:
         if isinstance(source, Replicate) and isinstance(target, Flat):
             return self.scatter(axis, target, out=out)
         raise PlacementError(
-            f"{self.name}: axis {self.axes[axis].name!r} cannot change from {source!r} to {target!r}; legal are Flat "
-            "to Replicate, Partial to Flat or Replicate, and Replicate to Flat"
+            f"{self.name}: axis {self.axes[axis].name!r} cannot change from {source!r} to {target!r}. fix: change Flat "
+            "to Replicate, Partial to Flat or Replicate, or Replicate to Flat; redistribute() takes several steps"
         )
 
     def allgather(
@@ -395,7 +396,7 @@ class DBuffer:
         if not isinstance(found, source):
             raise PlacementError(
                 f"{self.name}: axis {self.axes[position].name!r} is {found}, but this operation needs "
-                f"{source.__name__} there"
+                f"{source.__name__} there. fix: redistribute() it first"
             )
         if Flat in (source, type(target)) and any(earlier < position for earlier in flat_axes(self.placements)):
             raise PlacementError(
@@ -423,7 +424,8 @@ class DBuffer:
             )
         if out.placements != placements or out.dtype != dtype:
             raise PlacementError(
-                f"{self.name}: out= is {out.placements} in {out.dtype}, but the result is {placements} in {dtype}"
+                f"{self.name}: out= is {out.placements} in {out.dtype}, but the result is {placements} in {dtype}. "
+                "fix: pass a buffer with these, or leave out="
             )
         return out
 

@@ -325,7 +325,10 @@ def neighbours(axis: MeshAxis, size: int) -> MeshAxis:
         MeshError: ``size`` does not divide the size of the axis.
     """
     if size < 1 or axis.size % size:
-        raise MeshError(f"axis {axis.name!r} of {axis.size} ranks cannot be cut into runs of {size}")
+        raise MeshError(
+            f"axis {axis.name!r} of {axis.size} ranks cannot be cut into runs of {size}. fix: use a size that divides "
+            f"{axis.size}"
+        )
     if size == axis.size:
         return axis
     made = _NEIGHBOURS.setdefault(axis.gather_group, {})
@@ -348,7 +351,10 @@ def axis_index(mesh: DeviceMesh, axis: int | str) -> int:
     if isinstance(axis, str):
         if axis in names:
             return names.index(axis)
-        raise MeshError(f"the mesh has no axis {axis!r}; its axes are {tuple(names) or 'unnamed, use their numbers'}")
+        raise MeshError(
+            f"the mesh has no axis {axis!r}. fix: use one of "
+            f"{tuple(names) or 'its numbers, because its axes have no names'}"
+        )
     if -mesh.ndim <= axis < mesh.ndim:
         return axis % mesh.ndim
-    raise MeshError(f"axis {axis} is outside the mesh, which has {mesh.ndim} axes")
+    raise MeshError(f"axis {axis} is outside the mesh, which has {mesh.ndim} axes. fix: 0 to {mesh.ndim - 1}")

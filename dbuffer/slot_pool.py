@@ -41,7 +41,7 @@ class SlotPool:
 
     def __init__(self, device: torch.device, sizing: str, allocate: Allocate | None = None) -> None:
         if sizing not in SIZINGS:
-            raise StorageError(f"SlotPool: sizing={sizing!r}; give one of {', '.join(map(repr, SIZINGS))}")
+            raise StorageError(f"SlotPool: sizing={sizing!r}. fix: give one of {', '.join(map(repr, SIZINGS))}")
         if not can_exchange_memory():
             raise StorageError(
                 f"SlotPool: storages of PyTorch {torch.__version__} cannot exchange their memory. "

@@ -1,4 +1,4 @@
-"""Write the table of docs/design/kernels.md: what the compiler makes of each Triton kernel, no GPU needed.
+"""Write the table of docs/design/kernels.md: the compiler's output for each Triton kernel. Needs no GPU.
 
 ``python docs/kernel_table.py`` compiles them ahead of time for sm_80, sm_90 and sm_100 with the signatures of a
 training step and reads PTX and the assembler's report.

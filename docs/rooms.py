@@ -20,7 +20,7 @@ COLOURS = {"dbuffer_kernels": "#fde8d0", "dbuffer": "#dcebfa", "megatron_fsdp": 
 
 
 def rooms_svg() -> str:
-    """Return the picture: a box per room, an arrow where one imports another, less what follows."""
+    """Return the picture: a box per room, and arrows for imports, without arrows that follow from others."""
     sources = library(read_sources(ROOT))
     columns = max(len(names) for names in FOLDER_ORDER)
     width = 2 * MARGIN + columns * (WIDTH + GAP) - GAP
@@ -42,7 +42,7 @@ def rooms_svg() -> str:
 
 
 def _direct(pairs: set[tuple[str, str]]) -> set[tuple[str, str]]:
-    """Leave out what a longer way says already."""
+    """Remove arrows that follow from a longer path."""
     reach: dict[str, set[str]] = {}
     for name in (name for names in FOLDER_ORDER for name in names):
         below = {other for above, other in pairs if above == name}

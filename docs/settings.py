@@ -24,21 +24,28 @@ def flags_markdown() -> str:
         "",
         "- `add_megatron_fsdp_args(parser)` adds them to a parser.",
         "- `config = FsdpConfig.from_args(args)` checks them.",
+        "- Pass `config.fully_shard_kwargs(mesh)` to every `fully_shard` call of a model. Then call",
+        "  `config.apply(model)`, which calls the methods of the sharded model that set the rest.",
         "- `config.explain()` returns the dtypes and the effect of each flag. `config.notices()` returns the given",
         "  flags that have no effect here, with the reason.",
-        "- Pass `config.fully_shard_kwargs(mesh)` to every `fully_shard` call of a model, and then call",
-        "  `config.apply(model)`, which sets the rest.",
         "",
-        "Flags for losses, checks, checkpoints and startup have their effect in",
-        "[the training script](training_script.md).",
+        "Flags for losses, checks, checkpoints and startup act in [the training script](training_script.md) only.",
         "",
-        "This file is written by `python docs/settings.py`.",
+        "The last column begins with one of these. Flags other than *acted on* are accepted and change nothing:",
+        "",
+        "- *acted on*: the flag has the effect that follows.",
+        "- *always so*: this engine does what the flag asks for, with or without it.",
+        "- *nothing to change*: the flag steers a part of Megatron that this engine does not have.",
+        "- *not supported yet*, *needs hardware ...*, *needs a package ...*: the engine does what follows instead, or",
+        "  lacks what follows.",
+        "",
+        "`python docs/settings.py` writes this page.",
     ]
     for title, flags in SECTIONS.items():
         lines += heading(title, "Flag | Default, and other values | Meaning | Effect here")
         lines += [flag_row(flag) for flag in flags]
     lines += ["", *UNDER_THE_LAUNCHER.splitlines()]
-    lines += heading("Combinations that raise an error", "Flag | | | Reason")
+    lines += heading("Combinations that raise an error", "Flag | Relation | Other flag | Reason")
     lines += [f"| `{rule.first}` | {rule.relation} | `{rule.second}` | {rule.reason} |" for rule in RULES]
     return "\n".join(lines) + "\n"
 

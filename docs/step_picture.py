@@ -22,8 +22,8 @@ class Moment:
     """One row of the picture.
 
     Attributes:
-        stream: "gather", "compute" or "reduce", where device work runs; "host" where there is none. kind: its colour.
-        words: what happens to unit N.
+        stream: "gather", "compute" or "reduce" for device work, "host" for work of the host alone. kind: its colour.
+        words: the action on unit N.
         ours: functions of the engine, each "file.function". fsdp2: those of FSDP2; empty where it has none.
     """
 
@@ -60,7 +60,7 @@ MOMENTS = (
 
 
 def step_svg() -> str:
-    """Return the picture: time runs down; streams on the left, our functions and FSDP2's beside them.
+    """Return the picture: time runs down; streams on the left, then this engine's functions, then FSDP2's.
 
     Raises:
         LookupError: a file has no function of the name that the table gives.

@@ -26,7 +26,7 @@ def main(arguments: Sequence[str]) -> int:
         name, _, folder = run.partition("=")
         log = Path(folder) / "log.jsonl"
         if not folder or not log.exists():
-            parser.error(f"{run!r}: wanted NAME=FOLDER with a log.jsonl in the folder")
+            parser.error(f"{run!r} has no log.jsonl. fix: give NAME=FOLDER, with a run's --save folder")
         runs[name] = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
         for last in [row for row in runs[name] if "validation_loss" in row][-1:]:
             print(f"{name}: validation loss {last['validation_loss']:.4f} at iteration {last['iteration']}")

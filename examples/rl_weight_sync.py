@@ -120,7 +120,9 @@ def receive(connection: Connection, what: str, timeout_s: float) -> Any:
     try:
         return pickle.loads(connection.recv_bytes())
     except EOFError:
-        raise RuntimeError(f"{what} will not come: the process that sends them has ended") from None
+        raise RuntimeError(
+            f"{what} cannot arrive, because the process that sends them has ended. fix: see its error above"
+        ) from None
 
 
 # ---------------------------------------------------------------- the trainer

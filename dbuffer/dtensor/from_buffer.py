@@ -44,8 +44,8 @@ def buffer_dtensor(
     axes = flat_axes(layout.placements)
     if any(isinstance(placement, Partial) for placement in layout.placements) or 1 < len(axes) < len(sizes):
         raise PlacementError(
-            f"{name}: no DTensor describes the placements {layout.placements}: Partial must be reduced first, and of "
-            "several axes one or all may be Flat"
+            f"{name}: no DTensor describes the placements {layout.placements}. fix: reduce Partial first; of "
+            "several axes, make one or all Flat"
         )
     if not axes:
         return wrap(local, mesh, tuple(Replicate() for _ in sizes), shape)

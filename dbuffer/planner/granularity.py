@@ -99,14 +99,18 @@ def granularity_per_tensor(granularity: Granularity | Sequence[Granularity], cou
     if isinstance(granularity, kinds):
         return (granularity,) * count
     if not isinstance(granularity, Sequence):
-        raise LayoutError(f"granularity is {granularity!r}: wanted Element(), Row(), Block(rows), Whole() or a list.")
+        raise LayoutError(
+            f"granularity is {granularity!r}. fix: give Element(), Row(), Block(rows), Whole() or a list of these"
+        )
     for tensor, entry in enumerate(granularity):
         if not isinstance(entry, kinds):
             raise LayoutError(
-                f"granularity of tensor {tensor} is {entry!r}: wanted Element(), Row(), ... (an instance)."
+                f"granularity of tensor {tensor} is {entry!r}. fix: give an instance, such as Element() or Row()"
             )
     if len(granularity) != count:
-        raise LayoutError(f"{len(granularity)} granularities for {count} tensors: give one for all, or one for each.")
+        raise LayoutError(
+            f"{len(granularity)} granularities for {count} tensors. fix: give one for all, or one for each"
+        )
     return tuple(granularity)
 
 

@@ -191,8 +191,8 @@ def check_padding(regions: Sequence[Region], limits: PaddingLimits, itemsize: in
         f"padding makes {len(regions)} flat buffer(s) {1 + padding / data:.2f}x their data, "
         f"{padding * itemsize / 2**20:.1f} MiB more, over {worst.num_shards} shards. What forces it: {worst.binding}. "
         "fix: give that tensor a buffer of its own (plan_regions) or a finer granularity (Element()), replicate it if "
-        "it is tiny, or use fewer shards."
+        "it is tiny, or use fewer shards"
     )
     if is_refused:
-        raise LayoutError(f"{message} PaddingLimits(refuse_ratio=..., refuse_bytes=...) sets this limit.")
+        raise LayoutError(f"{message}; or raise the limit with PaddingLimits(refuse_ratio=..., refuse_bytes=...)")
     warnings.warn(message, PaddingWarning, stacklevel=3)

@@ -83,7 +83,7 @@ def plan_regions(
         limits: as for ``plan``; also how much an extra buffer must save, and how much padding triggers the fallback.
     """
     if max_regions < 1:
-        raise LayoutError(f"max_regions is {max_regions}: wanted at least 1.")
+        raise LayoutError(f"max_regions is {max_regions}. fix: give at least 1")
     if granularity is None:
         granularity, limits = _ROWS, replace(limits, fallback=limits.fallback or _ELEMENTS)
     request = _request(shapes, num_shards, granularity, alignment_bytes, itemsize)
@@ -129,16 +129,17 @@ def _request(
     itemsize: int,
 ) -> _Request:
     if num_shards < 1:
-        raise LayoutError(f"num_shards is {num_shards}: wanted at least 1.")
+        raise LayoutError(f"num_shards is {num_shards}. fix: give at least 1")
     if itemsize < 1 or alignment_bytes < 0 or alignment_bytes % itemsize:
         raise LayoutError(
-            f"alignment of {alignment_bytes} bytes for elements of {itemsize} bytes: wanted a multiple of {itemsize}, "
-            "or 0."
+            f"alignment of {alignment_bytes} bytes for elements of {itemsize} bytes. fix: give a multiple of "
+            f"{itemsize}, "
+            "or 0"
         )
     checked = tuple(tuple(map(int, shape)) for shape in shapes)
     for tensor, shape in enumerate(checked):
         if min(shape, default=0) < 0:
-            raise LayoutError(f"tensor {tensor} has shape {shape}: wanted no negative dim.")
+            raise LayoutError(f"tensor {tensor} has shape {shape}. fix: give dims of at least 0")
     alignment = alignment_bytes // itemsize or 1
     granularities = granularity_per_tensor(granularity, len(checked))
     sizes = aligned_sizes(checked, granularities, alignment)

@@ -180,7 +180,7 @@ def _checked(cast: Callable[[str], Any], is_valid: Callable[[Any], bool], wanted
         with contextlib.suppress(ValueError):
             if is_valid(value := cast(text)):
                 return value
-        raise argparse.ArgumentTypeError(f"found {text!r}, wanted {wanted}")
+        raise argparse.ArgumentTypeError(f"found {text!r}. fix: give {wanted}")
 
     return parse
 
@@ -316,15 +316,19 @@ _FLAGS: dict[str, tuple[_Row, ...]] = {
 # Checks in this order, with their error messages: {lr} is the flag with its value, {found.lr} the value alone.
 _REFUSALS: tuple[tuple[Callable[[argparse.Namespace], Any], str], ...] = (
     (lambda a: a.num_ranks % a.tensor_model_parallel_size,
-     "{tensor_model_parallel_size} does not divide {found.num_ranks}, the number of ranks"),
+     "{tensor_model_parallel_size} does not divide {found.num_ranks}, the number of ranks. fix: use a divisor"),
     (lambda a: a.data_parallel_size % a.num_distributed_optimizer_instances,
-     "{num_distributed_optimizer_instances} does not divide {found.data_parallel_size}, the data-parallel ranks"),
+     "{num_distributed_optimizer_instances} does not divide {found.data_parallel_size}, the data-parallel ranks. fix: "
+     "use a divisor"),
     (lambda a: a.ranks_per_instance % a.expert_model_parallel_size,
-     "{expert_model_parallel_size} does not divide {found.ranks_per_instance}, the data-parallel ranks of an instance"),
+     "{expert_model_parallel_size} does not divide {found.ranks_per_instance}, the data-parallel ranks of an "
+     "instance. fix: use a divisor"),
     (lambda a: _is_cut(a) and not a.use_megatron_fsdp,
-     "{tensor_model_parallel_size} with {expert_model_parallel_size} needs --use-megatron-fsdp: a replica is whole"),
+     "{tensor_model_parallel_size} with {expert_model_parallel_size} needs --use-megatron-fsdp, because a replica is "
+     "whole. fix: give it"),
     (lambda a: a.expert_model_parallel_size > 1 and (a.num_experts or 1) % a.expert_model_parallel_size,
-     "{expert_model_parallel_size} does not divide {num_experts}; every rank has as many experts"),
+     "{expert_model_parallel_size} does not divide {num_experts}, and every rank has as many experts. fix: use a "
+     "divisor"),
     (lambda a: _is_cut(a) and a.optimizer in ("muon", "dist_muon"),
      "{tensor_model_parallel_size} with {expert_model_parallel_size} contradicts {optimizer}, which needs whole "
      "matrices on the data-parallel ranks. fix: use --optimizer adam"),
@@ -332,20 +336,24 @@ _REFUSALS: tuple[tuple[Callable[[argparse.Namespace], Any], str], ...] = (
      "{tensor_model_parallel_size} with {expert_model_parallel_size} contradicts {adam_moments}, whose blocks of 256 "
      "elements would depend on it. fix: leave one out"),
     (lambda a: a.key_heads % a.tensor_model_parallel_size,
-     "{tensor_model_parallel_size} does not divide the {found.key_heads} heads of keys and values"),
+     "{tensor_model_parallel_size} does not divide the {found.key_heads} heads of keys and values. fix: use a divisor"),
     (lambda a: a.ffn_hidden_size % a.tensor_model_parallel_size,
-     "{tensor_model_parallel_size} does not divide the {found.ffn_hidden_size} columns of --ffn-hidden-size"),
+     "{tensor_model_parallel_size} does not divide the {found.ffn_hidden_size} columns of --ffn-hidden-size. fix: use "
+     "a divisor"),
     (lambda a: a.tensor_model_parallel_size > 1 and a.swiglu,
      "{tensor_model_parallel_size} contradicts --swiglu: PyTorch's ColwiseParallel would give one rank all gates and "
      "another all values. fix: leave one out"),
     (lambda a: a.hidden_size % a.num_attention_heads,
-     "{hidden_size} is not divisible by {num_attention_heads}; every head must have the same width"),
+     "{hidden_size} is not divisible by {num_attention_heads}, and heads have one width. fix: use a multiple"),
     (lambda a: a.seq_length > a.max_position_embeddings,
-     "{seq_length} exceeds {max_position_embeddings}; positions beyond it have no embedding"),
+     "{seq_length} exceeds {max_position_embeddings}, beyond which no position has an embedding. fix: raise the "
+     "second"),
     (lambda a: a.position_embedding_type == "rope" and a.head_dim % 2,
-     "{position_embedding_type} turns pairs of features: {hidden_size} / {num_attention_heads} is odd"),
+     "{position_embedding_type} turns pairs of features: {hidden_size} / {num_attention_heads} is odd. fix: make it "
+     "even"),
     (lambda a: a.num_attention_heads % a.key_heads,
-     "{num_attention_heads} is not divisible by {num_query_groups}; every group must have as many query heads"),
+     "{num_attention_heads} is not divisible by {num_query_groups}, and groups have equal numbers of heads. fix: use "
+     "a divisor for the second"),
     (lambda a: a.num_query_groups != 1 and not a.group_query_attention,
      "{num_query_groups} needs --group-query-attention. fix: give both"),
     (lambda a: a.moe_aux_loss_coeff and a.num_experts is None,
@@ -354,9 +362,10 @@ _REFUSALS: tuple[tuple[Callable[[argparse.Namespace], Any], str], ...] = (
      "{moe_router_topk} exceeds {num_experts}. fix: lower the first"),
     (lambda a: a.num_experts is not None and a.moe_router_topk == 1 and not a.moe_router_pre_softmax,
      "{moe_router_topk} needs --moe-router-pre-softmax: the softmax over one chosen expert is always 1, and the router "
-     "would learn nothing"),
+     "would learn nothing. fix: give it"),
     (lambda a: a.check_gradient_scale and (not a.use_megatron_fsdp or a.fake_process_group),
-     "--check-gradient-scale needs --use-megatron-fsdp without --fake-process-group: it measures what ranks reduce"),
+     "--check-gradient-scale needs --use-megatron-fsdp without --fake-process-group, because it measures reductions. "
+     "fix: leave it out, or change these two"),
     (lambda a: a.check_gradient_scale and a.fsdp_invariant_reduction,
      "--check-gradient-scale contradicts --fsdp-invariant-reduction: it measures one microbatch, and gradients are "
      "divided by the number of those of a step. fix: measure without the second"),
@@ -373,23 +382,26 @@ _REFUSALS: tuple[tuple[Callable[[argparse.Namespace], Any], str], ...] = (
     (lambda a: a.finetune and a.load is None,
      "--finetune needs --load. fix: name the --save folder of the run whose weights it takes"),
     (lambda a: a.finetune and a.save is not None and a.save.resolve() == a.load.resolve(),
-     "--finetune contradicts {save} and {load}, the same folder: it would write iteration 1 beside the old ones; name "
+     "--finetune contradicts {save} and {load}, the same folder: it would write iteration 1 next to the old ones. "
+     "fix: name "
      "another --save"),
     (lambda a: a.no_save_optim and a.save is None, "--no-save-optim needs --save. fix: name the folder"),
     (lambda a: a.no_load_optim and a.load is None, "--no-load-optim needs --load. fix: name the folder"),
     (lambda a: a.wandb_project is None and (a.wandb_exp_name or a.wandb_save_dir),
-     "{wandb_exp_name} and {wandb_save_dir} need --wandb-project"),
+     "{wandb_exp_name} and {wandb_save_dir} need --wandb-project. fix: give it"),
     (lambda a: a.log_checksum_per_unit and a.log_checksum is None,
      "--log-checksum-per-unit needs --log-checksum N. fix: give both"),
     (lambda a: a.log_checksum and a.use_torch_fsdp2,
-     "--log-checksum contradicts --use-torch-fsdp2: where elements lie in whole weights is not known there"),
+     "--log-checksum contradicts --use-torch-fsdp2: where elements lie in whole weights is not known there. fix: "
+     "leave out --log-checksum"),
     (lambda a: a.log_checksum and _is_cut(a),
      "--log-checksum contradicts {tensor_model_parallel_size} with {expert_model_parallel_size}: where elements lie in "
-     "whole weights is not known there"),
+     "whole weights is not known there. fix: leave out --log-checksum"),
     (lambda a: a.skip_nonfinite_steps and not a.check_for_nan_in_loss_and_grad,
      "--skip-nonfinite-steps contradicts --no-check-for-nan-in-loss-and-grad. fix: give one of them"),
     (lambda a: a.global_batch_size % (a.micro_batch_size * a.data_parallel_size),
-     "{global_batch_size} is not divisible by {micro_batch_size} x {found.data_parallel_size} data-parallel ranks"),
+     "{global_batch_size} is not divisible by {micro_batch_size} x {found.data_parallel_size} data-parallel ranks. "
+     "fix: use a multiple"),
     (lambda a: a.fp16, "--fp16 needs loss scaling, which is not here yet. fix: use --bf16 or neither (fp32)"),
     (lambda a: a.save is None and (a.save_interval or a.keep_last),
      "{save_interval} and {keep_last} need --save. fix: name the folder"),

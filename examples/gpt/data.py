@@ -113,7 +113,10 @@ def load_text(args: argparse.Namespace) -> TrainingData:
     try:
         text, source = _random_text(args) if args.mock_data else _read(path, "" if args.data_path else ".py")
     except OSError as error:
-        raise DataError(f"--data-path: cannot read {path} (from {Path.cwd()}): {error.strerror}") from error
+        raise DataError(
+            f"--data-path: cannot read {path} (from {Path.cwd()}): {error.strerror}. fix: give the path of a readable "
+            "file"
+        ) from error
     num_train = len(text) - int(len(text) * HELD_OUT_SHARE)
     if len(text) - num_train < args.seq_length + 1:
         raise DataError(
@@ -181,7 +184,10 @@ def build_tokenizer(file: Path | None) -> Tokenizer:
     except ImportError as error:
         raise ConfigError("--tokenizer-model needs the package tokenizers. fix: pip install tokenizers") from error
     except Exception as error:  # the package raises bare Exception
-        raise ConfigError(f"--tokenizer-model: {file} is no tokenizer of the tokenizers package: {error}") from error
+        raise ConfigError(
+            f"--tokenizer-model: {file} cannot be read by the package tokenizers: {error}. fix: give the "
+            "tokenizer.json that the data was written with"
+        ) from error
     ends = [token for name in ("<|endoftext|>", "</s>") if (token := model.token_to_id(name)) is not None]
     return Tokenizer(
         model.get_vocab_size(),

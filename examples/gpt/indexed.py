@@ -41,8 +41,9 @@ def load_data(args: argparse.Namespace) -> TrainingData:
         raise
     except (AssertionError, ArithmeticError, IndexError, OSError, ValueError, struct.error) as error:
         raise DataError(
-            f"--data-path {source}, --split {args.split or 'default'} (looked from {Path.cwd()}): wanted prefixes, or "
-            f"weights > 0 and prefixes in turn, and three shares ({type(error).__name__}: {error})"
+            f"--data-path {source}, --split {args.split or 'default'} (looked from {Path.cwd()}): "
+            f"{type(error).__name__}: {error}. fix: give prefixes, or "
+            f"weights > 0 and prefixes in turn, and three shares to --split"
         ) from error
 
 

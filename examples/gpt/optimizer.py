@@ -73,7 +73,10 @@ def write_parameter_groups(model: nn.Module, optimizer: torch.optim.Optimizer, p
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(names, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"--dump-param-to-param-group-map {path}: cannot be written: {error.strerror}") from error
+        raise ConfigError(
+            f"--dump-param-to-param-group-map {path}: cannot be written: {error.strerror}. fix: give a path in an "
+            "existing folder"
+        ) from error
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

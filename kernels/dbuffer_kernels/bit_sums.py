@@ -42,7 +42,7 @@ def checksum(source: Tensor, *, key: int, first_element: int = 0) -> Tensor:
             "of 1, 2, 4 or 8 bytes. fix: pass source.contiguous(), or torch.view_as_real(source) of a complex tensor."
         )
     if first_element < 0:
-        raise ValueError(f"checksum: first_element={first_element}; wanted the shard's offset, at least 0.")
+        raise ValueError(f"checksum: first_element={first_element}. fix: give the shard's offset, at least 0")
     bits = source.detach().view(-1).view(_INTEGERS[source.itemsize])
     key = _signed(key)
     if not runs_on_triton(source):

@@ -82,7 +82,7 @@ class Int8AdamWBuffers:
         device = self.weight.device
         check_tensor("Int8AdamWBuffers: codes", self.moments.exp_avg, self.weight.shape, (torch.uint8,), device)
         if checked.compute_dtype is not torch.float32:
-            raise ValueError("Int8AdamWBuffers: found fp64; wanted fp32, bf16 or fp16.")
+            raise ValueError("Int8AdamWBuffers: found fp64. fix: use fp32, bf16 or fp16")
 
 
 class CodedSegments(SegmentTable[CodedSegment]):

@@ -66,7 +66,7 @@ def use_backend(name: Backend | Literal["auto"], /) -> Iterator[None]:
         ValueError: ``name`` is unknown, or is "triton" while Triton is not installed.
     """
     if name not in ("triton", "reference", "auto"):
-        raise ValueError(f"use_backend: found {name!r}, wanted 'triton', 'reference' or 'auto'.")
+        raise ValueError(f"use_backend: found {name!r}. fix: give 'triton', 'reference' or 'auto'")
     if name == "triton" and not _triton_is_installed():
         raise ValueError(
             "use_backend('triton'): Triton is not installed here. fix: pip install triton, or use_backend('reference')."

@@ -57,8 +57,9 @@ class SegmentTable(Generic[AnySegment]):
             if segment.start < end or segment.stop > numel or segment.row < 0 or segment.start % self.grain:
                 raise ValueError(
                     f"{type(self).__name__}: {segment} begins before {end}, where the one before it ends, or inside of "
-                    f"a block of {self.grain}, or leaves the buffer of {numel} elements, or has a negative row; wanted "
-                    "disjoint ranges inside the buffer."
+                    f"a block of {self.grain}, or leaves the buffer of {numel} elements, or has a negative row. fix: "
+                    "give "
+                    "disjoint ranges inside the buffer, in ascending order"
                 )
             end = -(-segment.stop // self.grain) * self.grain
 

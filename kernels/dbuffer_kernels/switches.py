@@ -10,12 +10,12 @@ import os
 
 SWITCHES = {
     "triton": "kernels run as their references in PyTorch",
-    "separate-reduce": "reductions run on the communicator that gathers",
+    "separate-reduce": "reductions run on the communicator of the gathers",
     "in-place": "collectives get copies of their inputs instead of slices of their outputs",
-    "together": "each group of a unit is gathered and reduced by a collective of its own",
-    "priority": "lanes are streams of normal priority",
-    "fused-gradients": "linear layers hand weight gradients to autograd",
-    "slots": "gathered weights and packed gradients come from the allocator, whatever was asked for",
+    "together": "each parameter group of a unit is gathered and reduced by a separate collective",
+    "priority": "communication streams have normal priority",
+    "fused-gradients": "linear layers return weight gradients to autograd",
+    "slots": "gathered weights and packed gradients come from the allocator, even if slots were requested",
 }
 
 
@@ -34,6 +34,7 @@ def _named() -> frozenset[str]:
     unknown = named - SWITCHES.keys()
     if unknown:
         raise ValueError(
-            f"DBUFFER_WITHOUT names {', '.join(sorted(unknown))}; there are {', '.join(SWITCHES)}, with commas between"
+            f"DBUFFER_WITHOUT names {', '.join(sorted(unknown))}, which no feature has. fix: use "
+            f"{', '.join(SWITCHES)}, with commas between"
         )
     return named

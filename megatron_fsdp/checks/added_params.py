@@ -68,10 +68,10 @@ def _walk(tree: ModuleTree, module: nn.Module, units: Sequence[Unit]) -> None:
                 full_name = f"{path}.{name}" if path else name
                 raise StateError(
                     f"{type(module).__name__}: parameter {full_name!r} was added after fully_shard and requires a "
-                    "gradient, but no unit owns it: its gradients would stay on this rank. Add modules and "
+                    "gradient, but no unit owns it: its gradients would stay on this rank. fix: add modules and "
                     "parameters before fully_shard; or call fully_shard on the new module before its parameters "
                     "go to an optimizer; or freeze it (requires_grad_(False)); or name it in ignored_params, and "
-                    "reduce its gradients yourself."
+                    "reduce its gradients yourself"
                 )
             frozen.append((child._parameters, name))
     tree.frozen = frozen

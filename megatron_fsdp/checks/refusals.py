@@ -148,8 +148,9 @@ def _is_split_by_pipeline() -> bool:
 def _refuse(leaf: torch.Tensor) -> NoReturn:
     raise StateError(
         f"{handle_of(leaf).words}: torch.autograd.grad or backward(inputs=...) was asked for its gradient, of which "
-        "forward used gathered values: autograd has this rank's alone. Call backward() and read .grad, or keep the "
-        "module unsharded."
+        "forward used gathered values: autograd has this rank's alone. fix: call backward() and read .grad, or keep "
+        "the "
+        "module unsharded"
     )
 
 
@@ -164,8 +165,8 @@ def refuse_stale(optimizer: Optimizer) -> None:
         if handle is not None and handle.parameter:
             raise StateError(
                 f"{type(optimizer).__name__} holds the gathered weights of parameter {handle.parameter!r} instead of "
-                "its shard: model.parameters() was called between a forward and its backward. Build the optimizer "
-                "before the first forward, or call model.reset_iter_state() first where a forward has no backward."
+                "its shard: model.parameters() was called between a forward and its backward. fix: build the optimizer "
+                "before the first forward, or call model.reset_iter_state() first after a forward without a backward"
             )
         if name is None:
             continue
@@ -175,8 +176,8 @@ def refuse_stale(optimizer: Optimizer) -> None:
         if not is_current:
             raise StateError(
                 f"{type(optimizer).__name__} holds parameter {name!r} as it was before fully_shard, to_empty or an "
-                "assignment, which is used no more. Build the optimizer afterwards, or give both to "
-                "fully_shard_model_and_optimizer."
+                "assignment, which is used no more. fix: build the optimizer afterwards, or give both to "
+                "fully_shard_model_and_optimizer"
             )
         if group is not None and isinstance(optimizer, torch.optim.SparseAdam):
             raise StateError(

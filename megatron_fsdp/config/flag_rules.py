@@ -34,9 +34,10 @@ class Rule:
         first, second = flag_of(self.first.split()[0]), flag_of(self.second.split()[0])
         values = getattr(config, first.dest), getattr(config, second.dest)
         if self.relation == "contradicts":
-            return f"{first.spell(values[0])} contradicts {second.spell(values[1])}: {self.reason}"
+            both = f"{first.spell(values[0])} contradicts {second.spell(values[1])}"
+            return f"{both}: {self.reason}. fix: leave out one of them"
         found = "" if second.kind is bool else f" (found {values[1]})"
-        return f"{first.spell(values[0])} needs {self.second}{found}: {self.reason}"
+        return f"{first.spell(values[0])} needs {self.second}{found}: {self.reason}. fix: give both or neither"
 
 
 # Unformatted, because the formatter would put every field on its own line.

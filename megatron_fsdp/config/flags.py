@@ -110,29 +110,29 @@ class FlagValues:
         "the same")
     init_model_with_meta_device: bool = _flag(False, Effect.ACTS,
         "build the model without memory, shard, then initialise",
-        "each rank allocates its shards only, and one whole tensor at a time; values are those of one process")
+        "each rank allocates its shards, and one whole tensor at a time; the values equal those of one process")
     megatron_fsdp_main_params_dtype: str = _flag("fp32", Effect.ACTS, "dtype of main weights; auto: the model's",
-        "of the weights that the optimizer steps; auto is the compute dtype", choices=_DTYPES)
+        "the dtype of the weights that the optimizer steps; auto is the compute dtype", choices=_DTYPES)
     megatron_fsdp_main_grads_dtype: str = _flag("auto", Effect.ACTS,
         "dtype of accumulated gradients; auto: the model's",
         "auto is fp16 with --fp16, bf16 with --bf16 --grad-reduce-in-bf16, else fp32", choices=_DTYPES)
     megatron_fsdp_grad_comm_dtype: str = _flag("auto", Effect.ACTS, "dtype of the reduction; auto: main gradients'",
-        "of the reduce-scatter; an outer axis, and no_shard and optim, reduce in the main gradients' dtype",
+        "the dtype of the reduce-scatter; an outer axis, no_shard and optim reduce in the dtype of main gradients",
         choices=_DTYPES)
     megatron_fsdp_enable_fine_grained_param_gather: bool = _flag(False, Effect.LATER, "gather per submodule",
         "a unit is gathered as a whole")
     suggested_communication_unit_size: int | None = _flag(None, Effect.ACTS, "elements per communication step",
-        "gathers run ahead of compute by units of at least so many elements together; not given: by one unit")
+        "gathers run ahead of compute by units with at least this many elements together; default: by one unit")
     create_all_gather_group: bool = _flag(False, Effect.ALWAYS,
-        "a second communicator, so gather and reduction overlap", "gathers and reductions have a communicator each")
+        "a second communicator, so gather and reduction overlap", "gathers and reductions use separate communicators")
     keep_fp8_transpose_cache: bool = _flag(False, Effect.PACKAGE, "keep the transpose of FP8 weights",
         "FP8 weights need Transformer Engine")
     fsdp_double_buffer: bool = _flag(False, Effect.ACTS, "two reusable buffers for gathered weights",
-        "units of equal size take turns in memory that stays, gradients too; PyTorch 2.13")
+        "units of equal size take turns in permanent buffers, also for gradients; needs PyTorch 2.13")
     megatron_fsdp_max_pool_double_buffer: bool = _flag(False, Effect.ACTS, "buffers as large as the largest unit",
-        "all units take turns in memory that stays; PyTorch 2.13")
-    fsdp_db_use_persist_buf_on_alloc_fail: bool = _flag(False, Effect.ALWAYS, "keep what does not fit the two buffers",
-        "units that fit no buffer have a separate one")
+        "all units take turns in permanent buffers; needs PyTorch 2.13")
+    fsdp_db_use_persist_buf_on_alloc_fail: bool = _flag(False, Effect.ALWAYS,
+        "a permanent buffer for each unit that does not fit the two buffers", "such units have separate buffers")
     nccl_ub: bool = _flag(False, Effect.ACTS, "register buffers with NCCL; implies --fsdp-double-buffer",
         "on GPUs buffers are symmetric memory", name="--use-nccl-ub")
     disable_symmetric_registration: bool = _flag(False, Effect.ACTS, "with --use-nccl-ub: no symmetric windows",
@@ -140,9 +140,9 @@ class FlagValues:
     fsdp_manual_registration: bool = _flag(False, Effect.NOTHING, "with --use-nccl-ub: register when a step is over",
         "each buffer is registered when it is made, in the first step")
     use_torch_fsdp2: bool = _flag(False, Effect.NOTHING, "shard with PyTorch's FSDP2 instead",
-        "`examples/pretrain_gpt.py` trains by it to compare; code written for it runs after changing the import")
+        "`examples/pretrain_gpt.py` can train with FSDP2; code for FSDP2 runs here after one import is changed")
     torch_fsdp2_reshard_after_forward: bool = _flag(True, Effect.NOTHING, "with --use-torch-fsdp2: keep weights whole",
-        "here that is --data-parallel-sharding-strategy optim_grads", name="--torch-fsdp2-no-reshard-after-forward")
+        "use --data-parallel-sharding-strategy optim_grads", name="--torch-fsdp2-no-reshard-after-forward")
 
     overlap_grad_reduce: bool = _flag(False, Effect.ALWAYS, "reduce while backward computes", "reductions overlap")
     overlap_param_gather: bool = _flag(False, Effect.ALWAYS, "gather while forward computes", "gathers overlap")
@@ -159,15 +159,15 @@ class FlagValues:
     ddp_reduce_scatter_with_fp32_accumulation: bool = _flag(False, Effect.ACTS, "send low precision, add up in FP32",
         "with --megatron-fsdp-grad-comm-dtype bf16 or fp16: each rank adds up the parts of the others")
     ddp_param_name_patterns_for_fp32_local_accumulation: tuple[str, ...] = _flag((), Effect.LATER,
-        "parameters whose gradients accumulate in FP32", "--megatron-fsdp-main-grads-dtype holds for all")
+        "parameters whose gradients accumulate in FP32", "--megatron-fsdp-main-grads-dtype sets one dtype for all")
     ddp_average_in_collective: bool = _flag(False, Effect.NOTHING, "average in the collective",
         "sums are reduced, and the division is part of the accumulation")
     grad_reduce_in_bf16: bool = _flag(False, Effect.ACTS, "with --bf16: gradients in bf16, not FP32",
-        "reduced in bf16, and accumulated so unless --megatron-fsdp-main-grads-dtype says otherwise")
+        "gradients are reduced in bf16, and accumulated in bf16 unless --megatron-fsdp-main-grads-dtype is given")
     calculate_per_token_loss: bool = _flag(False, Effect.ACTS, "normalise by tokens, not by samples and ranks",
         "losses and tokens are summed over microbatches and ranks; gradients are divided by all tokens of the step")
     gradient_accumulation_fusion: bool = _flag(True, Effect.ACTS, "add weight gradients after the GEMM, not in it",
-        "without it the GEMMs of linear layers write into the unit's buffer, in its dtype or in FP32",
+        "without the flag, GEMMs of linear layers write weight gradients into the packed buffer",
         name="--no-gradient-accumulation-fusion")
     use_distributed_optimizer: bool = _flag(False, Effect.NOTHING, "shard the optimizer state",
         "use --data-parallel-sharding-strategy")
@@ -185,26 +185,27 @@ class FlagValues:
 
     bf16: bool = _flag(False, Effect.ACTS, "bf16 model weights", "weights are gathered and used in bf16")
     fp16: bool = _flag(False, Effect.ACTS, "fp16 model weights",
-        "weights are gathered and used in fp16; the training script refuses it, for want of loss scaling")
+        "weights are gathered and used in fp16; the training script raises an error, because it has no loss scaling")
     optimizer: str = _flag("adam", Effect.ACTS, "the optimizer; Megatron FSDP takes adam and sgd",
         "adam, sgd and muon (docs/muon.md); in code any elementwise optimizer of PyTorch works as well",
         choices=("adam", "sgd", "muon", "dist_muon", "lion", "soap", "adaptive_muon"))
     use_precision_aware_optimizer: bool = _flag(False, Effect.PACKAGE, "optimizer state in low precision",
         "its FusedAdam is Transformer Engine's")
-    main_grads_dtype: str = _flag("fp32", Effect.NOTHING, "of the precision-aware optimizer",
+    main_grads_dtype: str = _flag("fp32", Effect.NOTHING, "gradient dtype of the precision-aware optimizer",
         "--megatron-fsdp-main-grads-dtype replaces it", choices=("fp32", "bf16"))
-    main_params_dtype: str = _flag("fp32", Effect.NOTHING, "of the precision-aware optimizer",
+    main_params_dtype: str = _flag("fp32", Effect.NOTHING, "weight dtype of the precision-aware optimizer",
         "--megatron-fsdp-main-params-dtype replaces it", choices=("fp32", "fp16"))
-    exp_avg_dtype: str = _flag("fp32", Effect.PACKAGE, "of the precision-aware optimizer's first moment",
+    exp_avg_dtype: str = _flag("fp32", Effect.PACKAGE, "dtype of the precision-aware optimizer's first moment",
         "see --use-precision-aware-optimizer", choices=_STATE_DTYPES)
-    exp_avg_sq_dtype: str = _flag("fp32", Effect.PACKAGE, "of the precision-aware optimizer's second moment",
+    exp_avg_sq_dtype: str = _flag("fp32", Effect.PACKAGE, "dtype of the precision-aware optimizer's second moment",
         "see --use-precision-aware-optimizer", choices=_STATE_DTYPES)
     fp8_param_gather: bool = _flag(False, Effect.PACKAGE, "gather FP8 weights", "FP8 weights need Transformer Engine")
     fp4_param_gather: bool = _flag(False, Effect.PACKAGE, "gather FP4 weights", "FP4 weights need Transformer Engine")
     optimizer_cpu_offload: bool = _flag(False, Effect.ACTS, "optimizer state and step on the CPU",
-        "weights at rest and gradients go with them; a shard is copied to the device when its unit is gathered")
-    optimizer_offload_fraction: float = _flag(1.0, Effect.LATER, "share of it", "all of it, or nothing")
-    overlap_cpu_optimizer_d2h_h2d: bool = _flag(False, Effect.ALWAYS, "overlap its copies",
+        "main weights and gradients are in CPU memory too; a shard is copied to the device when its unit is gathered")
+    optimizer_offload_fraction: float = _flag(1.0, Effect.LATER, "share of the state that is offloaded",
+        "--optimizer-cpu-offload offloads all of it")
+    overlap_cpu_optimizer_d2h_h2d: bool = _flag(False, Effect.ALWAYS, "overlap the copies of offloaded state",
         "copies run with their collectives, while compute runs")
     optimizer_cuda_graph: bool = _flag(False, Effect.LATER, "capture the optimizer step", "nothing is captured")
     cuda_graph_impl: str = _flag("none", Effect.LATER, "what CUDA graphs capture", "nothing is captured",
@@ -213,17 +214,17 @@ class FlagValues:
         "with --use-megatron-fsdp checkpoints are fsdp_dtensor, and torch_dist, the default, counts as not given",
         choices=("torch", "torch_dist", "torch_dcp", "fsdp_dtensor"))
     strict_fsdp_dtensor_load: bool = _flag(True, Effect.ACTS, "refuse checkpoints with other names or shapes",
-        "differences are listed; with --no-strict-fsdp-dtensor-load what matches is loaded, the rest said and left")
-    dist_ckpt_strictness: str = _flag("assume_ok_unexpected", Effect.NOTHING, "of torch_dist checkpoints",
-        "a checkpoint of another model is refused", choices=_STRICTNESS)
+        "the error lists the differences; --no-strict-fsdp-dtensor-load loads the matching tensors and logs the others")
+    dist_ckpt_strictness: str = _flag("assume_ok_unexpected", Effect.NOTHING, "strictness for torch_dist checkpoints",
+        "a checkpoint of another model raises an error", choices=_STRICTNESS)
     async_save: bool = _flag(False, Effect.ACTS, "write checkpoints while training goes on",
         "copied to host memory, then written; the next save, SIGTERM, Ctrl-C and the end of the run wait for it")
     clip_grad: float = _flag(1.0, Effect.ACTS, "largest global norm of the gradients",
         "over all ranks and units; 0 only measures")
     check_for_nan_in_loss_and_grad: bool = _flag(True, Effect.ACTS, "look for NaN; switched off by --no-check-...",
-        "NaN or infinity ends the run with the parameter's name, before any weight changes; without it nothing does")
+        "NaN or infinity ends the run before any weight changes, and the error names the parameter")
     check_for_large_grads: bool = _flag(False, Effect.ACTS, "look for very large gradients",
-        "a norm above 10 times the largest of the steps before is logged")
+        "a norm above 10 times the largest of the previous steps is logged")
     dump_param_to_param_group_map: str | None = _flag(None, Effect.ACTS, "file to write the optimizer's groups to",
         "JSON: each parameter's name, and the index of its group")
     fake_process_group: bool = _flag(False, Effect.ACTS, "one GPU, no communication, to measure memory",

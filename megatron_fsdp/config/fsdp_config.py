@@ -234,13 +234,15 @@ class FsdpConfig(FlagValues):
             )
         if mesh.ndim == 1 and (instances > 1 or self.is_sharded_over_outer_axis):
             raise ConfigError(
-                f"{self._outer_cause()} needs a mesh of two axes (outer, inner), found one of {mesh.size()} ranks; "
-                f"--num-distributed-optimizer-instances (found {instances}) is the size of the outer axis"
+                f"{self._outer_cause()} needs a mesh of two axes (outer, inner), found one of {mesh.size()} ranks. "
+                "fix: "
+                "init_device_mesh with two axes; the size of the outer one is --num-distributed-optimizer-instances "
+                f"(found {instances})"
             )
         if mesh.ndim == 2 and instances > 1 and mesh.size(0) != instances:
             raise ConfigError(
                 f"--num-distributed-optimizer-instances {instances} asks for an outer axis of {instances} ranks, found "
-                f"a mesh of {mesh.size(0)} x {mesh.size(1)}"
+                f"a mesh of {mesh.size(0)} x {mesh.size(1)}. fix: --num-distributed-optimizer-instances {mesh.size(0)}"
             )
 
     def _outer_cause(self) -> str:
@@ -315,7 +317,9 @@ def _check_names(settings: Mapping[str, object]) -> None:
     valid = [field.name for field in fields(FsdpConfig)]
     unknown = [str(name) for name in settings if name not in valid]
     if unknown:
-        found = (f"unknown setting {name!r}, the nearest valid one is {nearest(name, valid)!r}" for name in unknown)
+        found = (
+            f"unknown setting {name!r}. fix: the nearest valid one is {nearest(name, valid)!r}" for name in unknown
+        )
         raise ConfigError("; ".join(found))
 
 
@@ -335,15 +339,17 @@ def _check_value(flag: Flag, value: object) -> None:
         return
     legal_types = (int, float) if flag.kind is float else (flag.kind,)
     if not isinstance(value, legal_types) or (isinstance(value, bool) and flag.kind is not bool):
-        raise ConfigError(f"{name}: found {value!r}, wanted {flag.kind.__name__}")
+        raise ConfigError(f"{name}: found {value!r}. fix: give a value of type {flag.kind.__name__}")
     if flag.choices and value not in flag.choices:
         choices = [str(choice) for choice in flag.choices]
         close = nearest(str(value), choices)
-        raise ConfigError(f"{name}: found {value!r}, wanted one of {', '.join(choices)}; the nearest is {close}")
+        raise ConfigError(
+            f"{name}: found {value!r}, wanted one of {', '.join(choices)}. fix: {flag.name} {close} is the nearest"
+        )
     if flag.kind is int and not flag.choices and isinstance(value, int) and value < 1:
-        raise ConfigError(f"{name}: found {value}, wanted a whole number >= 1")
+        raise ConfigError(f"{name}: found {value}. fix: give a whole number >= 1")
     if flag.kind is float and isinstance(value, (int, float)) and not value >= 0:
-        raise ConfigError(f"{name}: found {value}, wanted a number >= 0")
+        raise ConfigError(f"{name}: found {value}. fix: give a number >= 0")
 
 
 def _check_connections() -> None:

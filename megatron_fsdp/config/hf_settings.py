@@ -40,11 +40,11 @@ _WITHOUT_EFFECT = {
 }
 # Keys that are refused unless false or empty, and what to do instead.
 _LOADING = "read a folder by import_safetensors(model, folder), or prepare inside of accelerate_fsdp2()"
-_XLA = "it is for PyTorch/XLA, which has a sharding engine of its own; leave it out"
+_XLA = "leave it out; it is for PyTorch/XLA, which has a separate sharding engine"
 _REFUSED = {
     **dict.fromkeys(("cpu_ram_efficient_loading", "sync_module_states"), _LOADING),
     "activation_checkpointing": "call model.activation_checkpointing_enable(), or prepare inside of accelerate_fsdp2()",
-    "activation_checkpointing_offload": "inputs of checkpointed layers stay on the device; leave it out",
+    "activation_checkpointing_offload": "leave it out; inputs of checkpointed layers stay on the device",
     "ignored_modules": "give fully_shard(ignored_params=...), or prepare inside of accelerate_fsdp2()",
     **dict.fromkeys(("xla", "xla_fsdp_v2", "xla_fsdp_settings", "xla_fsdp_grad_ckpt"), _XLA),
 }
@@ -80,8 +80,8 @@ class HfSettings:
         """Return the keyword arguments of ``fully_shard`` on a mesh that no Megatron flag sets."""
         if self.sharding_strategy.startswith("HYBRID") and num_axes != 2:
             raise ConfigError(
-                f"sharding_strategy {self.sharding_strategy} shards inside of each host: wanted a mesh of two axes "
-                f"(hosts, ranks of one), found {num_axes}"
+                f"sharding_strategy {self.sharding_strategy} shards inside each host. fix: make a mesh of two axes "
+                f"(hosts, ranks of a host), instead of {num_axes}"
             )
         offload = {"offload_policy": CPUOffloadPolicy()} if self.cpu_offload else {}
         return {"reshard_after_forward": self.reshard_after_forward, **offload}
@@ -107,25 +107,32 @@ def read_hf_settings(source: Mapping[str, Any] | str | Path) -> HfSettings:
         precision = _accelerate_precision(content)
         content = content["fsdp_config"] or {}
         if not isinstance(content, Mapping):
-            raise ConfigError(f"fsdp_config: found {content!r}, wanted a mapping of keys")
+            raise ConfigError(f"fsdp_config: found {content!r}. fix: give a mapping of keys")
     values = _named(content)
     resharding = _strategy("reshard_after_forward", values, can_be_true=True)
     found = _strategy("sharding_strategy", values), resharding
     named = next((each for each in found if isinstance(each, str)), None)
     version = values.get("version")
     if str(version) not in ("None", "1", "2"):
-        raise ConfigError(f"version: found {version!r}, wanted 1 or 2")
+        raise ConfigError(f"version: found {version!r}. fix: give 1 or 2")
     if (str(version) == "2" and named) or (str(version) == "1" and isinstance(resharding, bool)):
         what = f"sharding strategy {named}" if named else f"reshard_after_forward {resharding}"
-        raise ConfigError(f"version {version} contradicts {what}: version 1 names a strategy, 2 says true or false")
+        raise ConfigError(
+            f"version {version} contradicts {what}: version 1 names a strategy, 2 says true or false. fix: leave out "
+            "one of them"
+        )
     if named and resharding is not None and resharding != named:
-        raise ConfigError(f"sharding_strategy {named} contradicts reshard_after_forward {resharding}: give one")
+        raise ConfigError(
+            f"sharding_strategy {named} contradicts reshard_after_forward {resharding}. fix: leave out one of them"
+        )
     strategy, offload = (
         named if isinstance(named, str) else "FULL_SHARD",
         _boolean("cpu_offload", values.get("cpu_offload")),
     )
     if offload and strategy == "NO_SHARD":
-        raise ConfigError("cpu_offload contradicts NO_SHARD: what rests whole is used where it rests")
+        raise ConfigError(
+            "cpu_offload contradicts NO_SHARD, which uses weights where they are stored. fix: leave out one of them"
+        )
     return HfSettings(
         sharding_strategy=strategy,
         reshard_after_forward=resharding if isinstance(resharding, bool) else _MEANINGS[strategy][1],
@@ -152,9 +159,11 @@ def _read_file(path: Path) -> Mapping[str, Any]:
     try:
         content = parse(path.read_text(encoding="utf-8"))
     except failures as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from None
+        raise ConfigError(
+            f"{path} cannot be read: {error}. fix: give the path of a readable JSON or YAML file"
+        ) from None
     if not isinstance(content, Mapping):
-        raise ConfigError(f"{path} holds a {type(content).__name__}; wanted a mapping of keys")
+        raise ConfigError(f"{path} holds a {type(content).__name__}. fix: write a mapping of keys")
     return content
 
 
@@ -162,12 +171,14 @@ def _accelerate_precision(content: Mapping[str, Any]) -> str | None:
     """Return the compute dtype in accelerate's config, after checking that the config is for FSDP."""
     kind = content.get("distributed_type", "FSDP")
     if kind != "FSDP":
-        raise ConfigError(f"distributed_type: found {kind!r}, wanted 'FSDP'; this file is for another engine")
+        raise ConfigError(
+            f"distributed_type: found {kind!r}; this file is for another engine. fix: distributed_type: FSDP"
+        )
     precision = str(content.get("mixed_precision", "no")).lower()
     # YAML reads an unquoted ``no`` as False.
     precision = "no" if precision in ("false", "none") else precision
     if precision not in _MIXED_PRECISION:
-        raise ConfigError(f"mixed_precision: found {precision!r}, wanted one of {', '.join(_MIXED_PRECISION)}")
+        raise ConfigError(f"mixed_precision: found {precision!r}. fix: give one of {', '.join(_MIXED_PRECISION)}")
     return _MIXED_PRECISION[precision]
 
 
@@ -182,12 +193,14 @@ def _named(content: Mapping[str, Any]) -> dict[str, Any]:
         name = str(given).removeprefix(prefix)
         if name not in known:
             meant = prefix + nearest(name, known)
-            raise ConfigError(f"unknown key {given!r} in fsdp_config, the nearest valid one is {meant!r}")
+            raise ConfigError(f"unknown key {given!r} in fsdp_config. fix: {meant!r} is the nearest valid one")
         name = _OTHERS.get(name, name)
         if name in values:
-            raise ConfigError(f"{given!r} is given twice, as {name!r} under another spelling; give one of them")
+            raise ConfigError(
+                f"{given!r} is given twice, as {name!r} under another spelling. fix: leave out one of them"
+            )
         if name in _REFUSED and value and str(value).lower() not in _FALSE:
-            raise ConfigError(f"{given}={value!r}: {_REFUSED[name]}")
+            raise ConfigError(f"{given}={value!r} is not supported. fix: {_REFUSED[name]}")
         if value is not None:
             values[name] = value
     return values
@@ -196,7 +209,7 @@ def _named(content: Mapping[str, Any]) -> dict[str, Any]:
 def _boolean(name: str, value: Any) -> bool:
     text = str(value).lower()
     if text not in (*_TRUE, *_FALSE):
-        raise ConfigError(f"{name}: found {value!r}, wanted true or false")
+        raise ConfigError(f"{name}: found {value!r}. fix: give true or false")
     return text in _TRUE
 
 
@@ -211,4 +224,4 @@ def _strategy(name: str, values: Mapping[str, Any], *, can_be_true: bool = False
     if text.isdigit() and 1 <= int(text) <= len(names):
         return names[int(text) - 1]
     meant = nearest(text, names)
-    raise ConfigError(f"{name}: found {value!r}, wanted one of {', '.join(names)}; the nearest is {meant}")
+    raise ConfigError(f"{name}: found {value!r}, wanted one of {', '.join(names)}. fix: {meant} is the nearest")

@@ -270,7 +270,7 @@ class GradBinding:
                 found, parameter.grad_dtype = parameter.grad_dtype, dtype
                 raise StateError(
                     f"{self.name}: grad_dtype of parameter {owned.name!r} was set to {found} after gradients of "
-                    f"{dtype} were laid out for it; set it before the first forward"
+                    f"{dtype} were laid out for it. fix: set it before the first forward"
                 ) from error
 
     def forget_sum(self) -> None:
@@ -301,8 +301,9 @@ class GradBinding:
             first, other = (self.fsdp_params.owned[each.index(1)].name for each in (dropped, kept))
             raise StateError(
                 f"{self.name}: .grad of parameter {first!r} was dropped or replaced while its sum is under way, and "
-                f"that of {other!r}, which is summed up with it, was not. Call zero_grad() of the model, which drops "
-                "all of them, or change gradients after the last microbatch."
+                f"that of {other!r}, which is summed up with it, was not. fix: call zero_grad() of the model, which "
+                "drops "
+                "all of them, or change gradients after the last microbatch"
             )
         return False
 
@@ -341,13 +342,14 @@ class GradBinding:
         name = f"{self.name}: the gradient of parameter {self.fsdp_params.owned[index].name!r}"
         if self.sum is not None and self.sum.is_incomplete:
             return (
-                f"{name} is incomplete, because the last backward raised. Drop it, with what was accumulated before: "
-                "call zero_grad() of the optimizer or the model, or model.reset_iter_state()."
+                f"{name} is incomplete, because the last backward raised. fix: drop it with earlier microbatches: "
+                "call zero_grad() of the optimizer or the model, or model.reset_iter_state()"
             )
         return (
-            f"{name} is a sum under way, not reduced over all ranks yet. Run the last microbatch outside of no_sync() "
+            f"{name} is a sum under way, not reduced over all ranks yet. fix: run the last microbatch outside of "
+            "no_sync() "
             "and of microbatch(model, False), and call finalize_backward() if that is manual, before .grad is used or "
-            "an optimizer steps. zero_grad(set_to_none=True) drops it, as is to be done after a backward that raised."
+            "an optimizer steps; or drop it with zero_grad(set_to_none=True), as after a backward that raised"
         )
 
     # ------------------------------------------------------------------ the optimizer reads

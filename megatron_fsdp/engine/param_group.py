@@ -136,8 +136,8 @@ def _find_stale(groups: Sequence[ParameterGroup]) -> list[ParameterGroup]:
         if group.is_meta:
             raise StateError(
                 f"unit {group.name!r}: parameters {', '.join(map(repr, group.parameters))} are on the meta device "
-                "still. Call materialize(model), or model.to_empty(device=...) and initialise it, or load a "
-                "checkpoint."
+                "still. fix: call materialize(model), or model.to_empty(device=...) and initialise it, or load a "
+                "checkpoint"
             )
     return stale
 
@@ -373,7 +373,7 @@ class WeightBuffers:
     def _gather_bytes(self, hooks: GatherHooks, works: list[dist.Work] | None) -> list[Part]:
         if self.gather_function is not None:
             raise ConfigError(
-                f"{self.main.name}: all-gather hooks and a custom all-gather function; give one of the two"
+                f"{self.main.name}: has all-gather hooks and a custom all-gather function. fix: give one of the two"
             )
         parts = hooks.pre_all_gather(works)
         hooks.has_arrived = True
@@ -474,13 +474,14 @@ class WeightBuffers:
             axis = only_flat_axis(self.model.axes, self.model.placements)
         except PlacementError as error:
             raise ConfigError(
-                f"reshard_after_forward={size} needs weights that are sharded over exactly one axis: {error}; use True "
+                f"reshard_after_forward={size} needs weights that are sharded over exactly one axis: {error}. fix: "
+                "use True "
                 "or False"
             ) from error
         if size < 1 or axis.size % size:
             raise ConfigError(
-                f"reshard_after_forward={size}: it must divide the {axis.size} ranks of axis {axis.name!r} over which "
-                "weights are sharded"
+                f"reshard_after_forward={size} does not divide the {axis.size} ranks of axis {axis.name!r} over which "
+                "weights are sharded. fix: give a divisor, True or False"
             )
         return axis
 

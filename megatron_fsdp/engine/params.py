@@ -394,7 +394,7 @@ def own_rows(params: FSDPParams, index: int, gradient: torch.Tensor) -> torch.Te
     if not isinstance(gradient, DTensor):
         raise StateError(
             f"{params.main_weight.name}: .grad of parameter {params.owned[index].name!r} was replaced by a plain "
-            "tensor; assign a DTensor laid out like the parameter, or change the gradient in place"
+            "tensor. fix: assign a DTensor laid out like the parameter, or change the gradient in place"
         )
     if not is_laid_out_like(gradient, params.sharded_params[index]):
         gradient = laid_out(params, params.sharded_params[index], gradient)

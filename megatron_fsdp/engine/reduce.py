@@ -378,7 +378,7 @@ def _wide_part(packed: DBuffer, reduced: DBuffer) -> list[Part]:
     except PlacementError as error:
         raise ConfigError(
             f"MixedPrecisionPolicy(accumulate_dtype={reduced.dtype}) needs gradients that are sharded over exactly one "
-            f"axis: {error}; use another strategy, or reduce_dtype={reduced.dtype}"
+            f"axis: {error}. fix: use another strategy, or reduce_dtype={reduced.dtype}"
         ) from error
     return [Part("reduce_scatter", axis, packed.local_buffer, reduced.local_buffer, "sum")]
 

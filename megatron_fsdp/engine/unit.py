@@ -162,7 +162,8 @@ class Call:
         unit = self._unit()
         if unit is None:
             raise StateError(
-                "backward through the output of a sharded model that was deleted; keep the model until then"
+                "backward through the output of a sharded model that was deleted. fix: keep the model until backward "
+                "has ended"
             )
         return unit
 

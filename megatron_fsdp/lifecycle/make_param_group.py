@@ -268,7 +268,7 @@ def make_over(
 
     Args:
         params: the sharded parameters, in plan order. owned: what they were made from.
-        like: whose name, and what users installed on reductions, it takes.
+        like: a group; its name and the user's hooks on reductions are copied.
     """
     group = ParameterGroup(owned, plan, spec, like.name)
     weakref.finalize(group, join_lanes).atexit = False
@@ -314,8 +314,8 @@ def _refuse_original(words: str, original: torch.Tensor) -> None:
     original.grad = None
     raise StateError(
         f"{words}: a backward came to the tensor that the parameter was before fully_shard, which a list, a closure or "
-        "a module that is not sharded has kept. Nobody trains it: its gradient would be this rank's alone. Read the "
-        "parameter from its module in each forward; or call fully_shard on a module that has all who use it."
+        "a module that is not sharded has kept. Its gradient would be this rank's alone. fix: read the "
+        "parameter from its module in each forward; or call fully_shard on a module that contains all its users"
     )
 
 
@@ -341,12 +341,12 @@ def set_reduction(
     if reduction is not None and (hook is not None or function is not None):
         raise ConfigError(
             f"unit {group.name!r}: a custom reduce-scatter and a hook on reduced gradients have an order of their own, "
-            f"but the policy says reduction={reduction!r}; give one of the two"
+            f"but the policy says reduction={reduction!r}. fix: give one of the two"
         )
     if function is not None and accumulate is not None:
         raise ConfigError(
             f"unit {group.name!r}: a custom reduce-scatter adds up by itself, but the policy says "
-            f"accumulate_dtype={accumulate}; give one of the two"
+            f"accumulate_dtype={accumulate}. fix: give one of the two"
         )
     group.reduce_hook, group.reduce_function = hook or group.reduce_hook, function or group.reduce_function
     if group.gradients is not None:
@@ -425,8 +425,9 @@ def follow_requires_grad(unit: Unit, group: ParameterGroup, changed: Sequence[in
             if wanted is not main:
                 raise StateError(
                     f"unit {group.name!r}: parameter {owned.name!r} was frozen when it was sharded, so it has no main "
-                    f"weight of {wanted}. Call fully_shard while it is trainable, and freeze it afterwards; or leave "
-                    "main_params_dtype None."
+                    f"weight of {wanted}. fix: call fully_shard while it is trainable, and freeze it afterwards; or "
+                    "leave "
+                    "main_params_dtype None"
                 )
             make_gradients(group)
         assert group.gradients is not None
@@ -489,13 +490,15 @@ def follow_grad_dtypes(unit: Unit) -> None:
             if other.grad_dtype != first.grad_dtype:
                 raise StateError(
                     f"unit {group.name!r}: parameter {first.name!r} has grad_dtype={first.grad_dtype} and "
-                    f"{other.name!r} has {other.grad_dtype}, and their gradients share a buffer. Set grad_dtype before "
-                    "fully_shard, which makes two buffers then, or set it on both."
+                    f"{other.name!r} has {other.grad_dtype}, and their gradients share a buffer. fix: set grad_dtype "
+                    "before "
+                    "fully_shard, which makes two buffers then, or set it on both"
                 )
         if any(param.grad is not None for param in group.fsdp_params.sharded_params):
             raise StateError(
-                f"unit {group.name!r}: grad_dtype of parameter {first.name!r} was changed while it has a gradient. Set "
-                "it before the first forward, or call zero_grad() first."
+                f"unit {group.name!r}: grad_dtype of parameter {first.name!r} was changed while it has a gradient. "
+                "fix: set "
+                "it before the first forward, or call zero_grad() first"
             )
         if group.gradients is not None:
             group.spec = replace(group.spec, dtypes=first.policy.with_gradients(group.spec.dtypes, first.grad_dtype))

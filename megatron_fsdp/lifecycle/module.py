@@ -75,7 +75,9 @@ class GradientReductionHandle:
         root = self._root
         if root is not None:
             if root.backward.awaited != id(self):
-                raise StateError("wait() after reset_iter_state(), which dropped the gradients; run it again")
+                raise StateError(
+                    "wait() after reset_iter_state(), which dropped the gradients. fix: run the backward again"
+                )
             refuse_in_backward(root)
             self._root, root.backward.awaited = None, 0
             complete_gradients(root)
@@ -123,7 +125,7 @@ class FSDPModule:
             )
         raise ConfigError(
             f"{type(self).__name__} is sharded and reduces its gradients itself, so DistributedDataParallel cannot be "
-            "around it: train the module as it is. With accelerate, hand optimizer and data loader to "
+            "around it. fix: train the module without it; with accelerate, pass optimizer and data loader to "
             "Accelerator.prepare without the model, or give it the whole model inside of accelerate_fsdp2()"
         )
 
@@ -197,7 +199,7 @@ class FSDPModule:
         if enabled != backward.is_manual and (is_in_backward() or backward.is_unfinished):
             raise StateError(
                 f"unit {unit.name!r}: set_manual_backward_finalization({enabled}) in or after a backward that is not "
-                "finalized; call finalize_backward() or reset_iter_state() first"
+                "finalized. fix: call finalize_backward() or reset_iter_state() first"
             )
         backward.is_manual = enabled
 
@@ -217,9 +219,10 @@ class FSDPModule:
             return GradientReductionHandle(None) if async_op else None
         self._check_root("finalize_backward")
         obstacles = {
-            "before wait() of the handle that the last call returned": bool(backward.awaited),
-            "without set_manual_backward_finalization(True): gradients are final already": not backward.is_manual,
-            "in a backward; call it when that has returned": is_in_backward(),
+            "was called before wait() of the last handle. fix: call handle.wait() first": bool(backward.awaited),
+            "was called without set_manual_backward_finalization(True), so gradients are final. fix: leave the call "
+            "out": not backward.is_manual,
+            "was called in a backward. fix: call it after backward() has returned": is_in_backward(),
         }
         for obstacle, is_there in obstacles.items():
             if is_there:
@@ -233,7 +236,10 @@ class FSDPModule:
         unit, root = unit_of(self), unit_of(self).root.outermost()
         if root is not unit:
             found = "another module" if root is None else repr(root.name)
-            raise StateError(f"unit {unit.name!r}: {method}() is the root's to call, which is {found}")
+            raise StateError(
+                f"unit {unit.name!r}: {method}() was called on a unit below the root. fix: call it on the root "
+                f"module, which is {found}"
+            )
 
     def set_reshard_after_forward(self, reshard_after_forward: bool | int | None, recurse: bool = True) -> None:
         """Choose whether weights are released after forward and gathered again; as in ``fully_shard``."""
@@ -246,7 +252,7 @@ class FSDPModule:
             unit.reshard_after_backward = reshard_after_backward
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
-        """All-gather these units when this unit's forward starts, instead of those that followed last time."""
+        """All-gather these units when this unit's forward starts, not those that followed in the last forward."""
         unit_of(self).forward_prefetch = [unit_of(module).reference for module in modules]
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
@@ -274,7 +280,7 @@ class FSDPModule:
         """
         if stream is not None:
             raise ConfigError(
-                "set_all_reduce_hook(stream=...): the hook runs on the lane of the reductions; leave it None"
+                "set_all_reduce_hook(stream=...): the hook runs on the stream of the reductions. fix: leave stream None"
             )
         for group in unit_of(self).groups:
             set_reduction(group, hook=hook)
@@ -474,14 +480,15 @@ class FSDPModule:
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise StateError(
             f"{type(self).__name__} cannot be deep-copied: its parameters are views of buffers shared by the unit. "
-            "Build a second model, fully_shard it, and load_state_dict(model.state_dict()) into it; an average of the "
-            "weights needs no second model: {name: parameter.detach().clone()}, updated in place."
+            "fix: build a second model, fully_shard it, and load_state_dict(model.state_dict()) into it; an average "
+            "of the "
+            "weights needs no second model: {name: parameter.detach().clone()}, updated in place"
         )
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise StateError(
-            f"{type(self).__name__} cannot be pickled: it holds process groups. Save its state instead: "
-            "save_checkpoint, torch.distributed.checkpoint or state_dict()."
+            f"{type(self).__name__} cannot be pickled: it holds process groups. fix: save its state instead: "
+            "save_checkpoint, torch.distributed.checkpoint or state_dict()"
         )
 
 
@@ -490,7 +497,7 @@ def _check_count(method: str, count: object) -> None:
     if isinstance(count, bool) or not isinstance(count, int):
         raise TypeError(f"{method}({count!r}): found a {type(count).__name__}. fix: give an int of at least one")
     if count < 1:
-        raise ConfigError(f"{method}({count}): give a number of at least one")
+        raise ConfigError(f"{method}({count}). fix: give a number of at least one")
 
 
 def _is_called_by_jit() -> bool:
@@ -518,7 +525,7 @@ def gather_afresh(unit: Unit) -> None:
     unit.unshard(check=True)
 
 
-# This project's own name for the class.
+# The class under this project's name.
 FsdpModule = FSDPModule
 
 
@@ -530,7 +537,7 @@ def unit_of(module: object) -> Unit:
     """
     unit = getattr(module, "_fsdp_unit", None)
     if not isinstance(unit, Unit):
-        raise StateError(f"{type(module).__name__} is not sharded; call fully_shard on it first")
+        raise StateError(f"{type(module).__name__} is not sharded. fix: call fully_shard on it first")
     return unit
 
 
@@ -580,7 +587,7 @@ def convert(modules: Sequence[nn.Module], unit: Unit) -> None:
 
 
 def watch_inner_modules(modules: Sequence[nn.Module], unit: Unit) -> None:
-    """Hear of ``.to()`` and the like of modules inside of the unit that have its parameters."""
+    """Watch ``.to()`` and similar calls of the unit's inner modules, which hold its parameters."""
     owned: dict[nn.Module, dict[str, ParameterGroup]] = {}
     for group in unit.groups:
         for info in (info for parameter in group.owned for info in parameter.param_module_infos):
@@ -607,7 +614,10 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         return
     method = getattr(module, method_name, None)
     if not callable(method):
-        raise ConfigError(f"{type(module).__name__} has no method {method_name!r} to register as a forward method")
+        raise ConfigError(
+            f"{type(module).__name__} has no method {method_name!r} to register as a forward method. fix: name a "
+            "method of the module"
+        )
     unit = unit_of(module)
 
     @functools.wraps(method)

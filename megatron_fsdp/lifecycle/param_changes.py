@@ -177,7 +177,8 @@ def _convert(group: ParameterGroup, dtype: torch.dtype, *, is_awaited: bool) -> 
     for obstacle, is_there in obstacles.items():
         if is_there:
             raise StateError(
-                f"{_words(group)} cannot become {dtype}: {obstacle}. Change the dtype before fully_shard, or between "
+                f"{_words(group)} cannot become {dtype}: {obstacle}. fix: change the dtype before fully_shard, or "
+                "between "
                 "steps."
             )
     dtypes = group.owned[0].dtypes_for(dtype, requires_grad=any(param.requires_grad for param in params))
@@ -210,7 +211,7 @@ class KeptParametrizations(nn.ModuleDict):
         originals = list(self[name].parameters(recurse=False))
         gathered = [handle_of(original).words for original in originals if isinstance(original, UnshardedParam)]
         found = [*gathered, *filter(None, map(owner_words, originals))]
-        # fully_shard changed the module's class to an heir, in which PyTorch would look for the property of a buffer.
+        # fully_shard changed the module's class to a subclass, on which PyTorch would look up the property of a buffer.
         if not found and name not in vars(type(module)):
             found = [type(module).__name__]
         if found:
@@ -262,9 +263,10 @@ def _refuse_replaced(group: ParameterGroup) -> None:
         raise StateError(
             f"unit {group.name!r}: parameter {list(group.parameters)[index]!r} was replaced by {what} after "
             "fully_shard, by an assignment or torch.func.functional_call; its gradients would not be averaged over "
-            "ranks. Copy the values instead (load_state_dict, or parameter.copy_(...) under torch.no_grad(), with a "
-            "DTensor). Tie parameters before fully_shard, and give both modules to one unit: fully_shard([first, "
-            "second]); replace or remove parameters before fully_shard, or freeze them at zero."
+            "ranks. fix: copy the values instead (load_state_dict, or parameter.copy_(...) under torch.no_grad(), "
+            "with a "
+            "DTensor); tie parameters before fully_shard, and give both modules to one unit: fully_shard([first, "
+            "second]); replace or remove parameters before fully_shard, or freeze them at zero"
         )
 
 
@@ -331,7 +333,8 @@ def before_load_state_dict(
         if is_assigned and (owner.fsdp_params.subclass or value.dtype is not parameter.dtype):
             raise StateError(
                 f"unit {owner.name!r}: parameter {prefix + name!r} of {parameter.dtype} cannot be assigned a tensor of "
-                f"{value.dtype} ({type(value).__name__}) after fully_shard, of whose buffer it is a part. Load without "
+                f"{value.dtype} ({type(value).__name__}) after fully_shard, because it is part of a buffer. fix: load "
+                "without "
                 "assign=True, which copies values; or choose dtypes before fully_shard, or by MixedPrecisionPolicy"
             )
         if not is_laid_out_like(value, parameter):

@@ -136,5 +136,5 @@ def _error(parameter: Any, name: str) -> StateError:
         "that is not sharded, an optimizer). It "
         "gets no gradient, and a change of it has no effect. fix: read "
         "model.parameters() again after fully_shard, also for optimizers; call fully_shard on a module that holds "
-        "all who use the parameter."
+        "all users of the parameter"
     )

@@ -102,7 +102,7 @@ class Journal:
 
 
 def verdict(states: Mapping[int, RankState | None], reason: str) -> str:
-    """Return what went wrong, for an error message: the unit, and what each rank did last or was about to do.
+    """Return the text of an error message: the unit, and each rank's last or next action.
 
     ``states`` has every rank; None for a rank that did not answer. ``reason`` is why the states were collected.
     """

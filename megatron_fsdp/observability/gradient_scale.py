@@ -293,7 +293,7 @@ class _Probe:
         self._whole.get_local_tensor(index).add_(mine if mine.layout is torch.strided else mine.to_dense())
 
     def _hear(self, action: str, subject: object) -> None:
-        # All ranks get here at the same point in their order of collectives, because the engine reduces a group on all
+        # All ranks call this at the same point in their order of collectives, because the engine reduces a group on all
         # ranks together; a rank without a gradient reduces zeros.
         if action == "reducing" and subject is self._gradients:
             self.add_up()
@@ -307,7 +307,7 @@ class _Probe:
         whole, self._whole = self._whole or self._buffer([Partial("sum") for _ in self.axes]), None
         for square, index in zip(self.squares, self.trained, strict=True):
             square += whole.get_local_tensor(index).double().square().sum()
-        # By all-reduces of the whole buffer, a different way from the engine's, so that the engine's errors show.
+        # All-reduces of the whole buffer differ from the engine's reductions, so that the engine's errors show.
         for axis in self.axes:
             all_reduce(whole.local_buffer, axis, "sum")
         self.total.local_buffer.add_(whole.slice_view(self.final.placements).local_buffer)

@@ -73,7 +73,9 @@ class Timeline:
         try:
             events = json.loads(Path(path).read_text(encoding="utf-8"))["traceEvents"]
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"timeline: {os.fspath(path)} is no Chrome trace: {error!r}") from error
+            raise ConfigError(
+                f"timeline: {os.fspath(path)} is no Chrome trace: {error!r}. fix: profiler.export_chrome_trace(path)"
+            ) from error
         events = sorted((event for event in events if event.get("ph") == "X"), key=lambda event: float(event["ts"]))
         matches = ((event, _RANGE.fullmatch(str(event.get("name")))) for event in events)
         ranges = [(*match.groups(), event) for event, match in matches if match]

@@ -68,7 +68,7 @@ class Watch:
         timeout: how long a rank may wait; longer than any checkpoint or evaluation that only one rank runs.
         interval: steps between two comparisons; 0: compare only after a rank has waited too long.
         replica_interval: steps between two comparisons of replicas, each of which reads main weights once; 0: never.
-            Different moments are detected when they have made a weight differ.
+            A difference in moments is found once it has changed a weight.
     Raises:
         ConfigError: no module of the model is sharded.
 
@@ -88,7 +88,9 @@ class Watch:
     ) -> None:
         units = [unit for unit in units_below(model) if unit.groups]
         if not units:
-            raise ConfigError("Watch: no module of the model has parameters that fully_shard took")
+            raise ConfigError(
+                "Watch: no module of the model is sharded. fix: call fully_shard on the model before Watch(model)"
+            )
         mesh = max((unit.groups[0].main_weight.mesh for unit in units), key=lambda mesh: mesh.size())
         self._units = units
         self._root = units[0].root
@@ -149,7 +151,7 @@ class Watch:
                 self._departure = f"gone with {type(error).__name__}: {_first_line(error)}"
             self._is_stopped = True
             self._wake.set()
-            # With a timeout, because a store that cannot be reached never answers.
+            # The call has a timeout, because a store that cannot be reached never answers.
             self._thread.join(2 * self._grace_s)
 
     # ------------------------------------------------------------------ on the training thread

@@ -1,4 +1,4 @@
-"""Which part of a tensor each rank holds."""
+"""The part of a tensor that each rank holds."""
 
 from __future__ import annotations
 

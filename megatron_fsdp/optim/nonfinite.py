@@ -47,7 +47,7 @@ def check_gradients(model: nn.Module, norm: torch.Tensor, nonfinite: str = "rais
     Args:
         model: the model whose gradients were measured.
         norm: the result of ``clip_grad_norm_``, which is equal on all ranks.
-        nonfinite: what to do for a norm that is NaN or infinite: "raise", "skip" (log a warning and return False) or
+        nonfinite: the reaction to a norm that is NaN or infinite: "raise", "skip" (log a warning and return False) or
             "ignore".
     Returns:
         Whether to step. After False call ``optimizer.zero_grad()``, as after a step.

@@ -24,7 +24,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """Nodes of accelerators. The defaults are the line rates of eight H100 per node with a 400 Gb/s port each.
+    """Rates of the hardware. The defaults are the link rates of nodes with eight H100, each with a 400 Gb/s port.
 
     Attributes:
         flops: floating-point operations per second that training achieves on one accelerator.
@@ -82,7 +82,7 @@ class StepTime:
         exposed: time that compute waits, mostly for communication, in the engine's own step on this hardware.
         copying: the engine's copies on the compute stream.
         optimizer: the optimizer step on this rank's shards.
-        causes: pairs of what compute waits for and the seconds, in at most three microbatches, longest first.
+        causes: the longest waits of compute in at most three microbatches: pairs of a description and seconds.
         model_parallel: collectives inside the model; all are assumed to be exposed.
         bubble: waiting for other pipeline stages.
     """
@@ -103,7 +103,7 @@ class StepTime:
 
     @property
     def busy(self) -> float:
-        """The time without bubble and optimizer: what other pipeline stages may wait for."""
+        """Seconds of a stage without bubble and optimizer; other pipeline stages may wait for them."""
         return self.compute + self.exposed + self.copying + self.model_parallel
 
     @property
@@ -137,11 +137,11 @@ class _Speeds:
         return (1 + again) * work.flops * self.workload.tokens / self.hardware.flops
 
     def link(self, work: Work) -> str:
-        """Return what work shares: each mesh axis has its own links, and kernels share the device."""
+        """Return the shared resources: each mesh axis has its own links, and kernels share the device."""
         return work.axis if work.ranks else DEVICE
 
     def occupied(self, work: Work) -> float:
-        """Collectives take nothing from kernels here: ``Hardware.flops`` is what a model reaches beside them."""
+        """Return 0, because ``Hardware.flops`` is a rate that kernels reach while collectives run."""
         return 0.0
 
 

@@ -55,7 +55,7 @@ class Projection:
 
     Attributes:
         memory: bytes of one rank by category. played: the engine's own step, from which the time is predicted.
-        stage: this rank's part of the model; None: all of it. transfers: collectives of model parallelism.
+        stage: this rank's part of the model; None: the whole model. transfers: collectives of model parallelism.
     """
 
     subject: Subject
@@ -126,7 +126,7 @@ def project_stages(subject: Subject, setup: Setup, number: int | None = None) ->
         key = stage.number if stage.number == number else stage.architecture
         stages.append(_project_stage(subject, setup, stage, played.get(key)))
         played[key] = stages[-1].played
-    # All stages wait for the slowest.
+    # Each stage waits for the slowest one.
     slowest = max(each.time.busy for each in stages)
     bubble = (1 + bubble_share(parallelism, workload.num_microbatches)) * slowest
     return tuple(replace(each, time=replace(each.time, bubble=bubble - each.time.busy)) for each in stages)
@@ -167,8 +167,8 @@ def _memory(subject: Subject, setup: Setup, played: PlayedStep) -> dict[str, int
         "main weights": sum(group.num_bytes("main_weight", "remainder") for group in groups),
         "gradients": sum(group.num_bytes("main_grad") for group in groups),
         "AdamW moments": played.optimizer_bytes,
-        # Subtracted from the peak, because "gradients" counts them. The optimizer step has all of them, so no peak is
-        # smaller.
+        # Subtracted from the peak, because "gradients" counts them. Every peak includes them, as all exist in the
+        # optimizer step.
         "gathered and packed": -sum(unit.transient_bytes("main_grad") for unit in played.units) - sums,
         "sums": sums,
         "activations": activations,

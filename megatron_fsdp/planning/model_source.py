@@ -36,14 +36,14 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A model, as far as planning needs it.
+    """A model as planning needs it: modules without memory, counts and operations.
 
     Attributes:
         num_parameters, num_active_parameters: all parameters, and those that one token uses.
         module: the model on the meta device. blocks: its units below the root.
         transformer: computation and activations, for models of the catalog and their stages. None: each parameter is
             assumed to be used in two operations per token, and activations are unknown.
-        notes: notes on what is unknown.
+        notes: sentences that say which quantities are unknown.
     """
 
     name: str
@@ -87,7 +87,9 @@ def file_subject(path: str) -> Subject:
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ConfigError(f"--hf-config {path}: {error}. fix: give the config.json of a Hugging Face model") from error
     if not isinstance(config, dict):
-        raise ConfigError(f"--hf-config {path}: it holds a {type(config).__name__}, wanted a JSON object")
+        raise ConfigError(
+            f"--hf-config {path}: it holds a {type(config).__name__}. fix: give a config.json with one JSON object"
+        )
     return _catalog_subject(Path(path).stem if Path(path).stem != "config" else str(config.get("model_type")), config)
 
 
@@ -162,7 +164,7 @@ def factory_subject(target: str, unit_classes: tuple[str, ...] = ()) -> Subject:
         unit_classes: names of the classes whose modules are units; empty: the repeated blocks in the outermost
             ``ModuleList``s.
     Raises:
-        ConfigError: the function cannot be imported, fails, or its model has no module of those classes.
+        ConfigError: the function cannot be imported or fails, or its model has no module of a unit class.
     """
     model = build_on_meta(_imported(target))
     blocks = repeated_blocks(model)
@@ -171,7 +173,10 @@ def factory_subject(target: str, unit_classes: tuple[str, ...] = ()) -> Subject:
         missing = set(unit_classes) - {type(block).__name__ for block in blocks}
         if missing:
             found = sorted({type(module).__name__ for module in model.modules()})
-            raise ConfigError(f"--unit-class {', '.join(sorted(missing))}: the model has {', '.join(found)}")
+            raise ConfigError(
+                f"--unit-class {', '.join(sorted(missing))}: no module has this class. fix: use classes of the model: "
+                f"{', '.join(found)}"
+            )
     notes = ["activations are not known: they take a run of the model; --activation-bytes gives them"]
     notes.append("compute is 6 operations per parameter and token, attention scores and looked-up embeddings alike")
     if not blocks:
@@ -204,14 +209,14 @@ def build_on_meta(factory: Callable[[], object]) -> nn.Module:
             "fix: build modules only, and leave initialisation that reads values to reset_parameters"
         ) from error
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"the factory returned {type(model).__name__}, wanted the nn.Module to plan for")
+        raise ConfigError(f"the factory returned {type(model).__name__}. fix: return the nn.Module to plan for")
     return model
 
 
 def _imported(target: str) -> Callable[[], nn.Module]:
     module, _, name = target.partition(":")
     if not module or not name:
-        raise ConfigError(f"--factory {target}: wanted package.module:function")
+        raise ConfigError(f"--factory {target}. fix: write it as package.module:function")
     # `python -m` puts the current folder on sys.path; a console script puts its own folder there.
     folder = str(Path.cwd())
     if folder not in sys.path and "" not in sys.path:
@@ -220,19 +225,26 @@ def _imported(target: str) -> Callable[[], nn.Module]:
         imported = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise ConfigError(f"--factory {target}: importing {module} failed: {error}") from error
+            raise ConfigError(
+                f"--factory {target}: importing {module} failed: {error}. fix: install it, or run in its folder"
+            ) from error
         raise ConfigError(
             f"--factory {target}: {error}, neither in {folder} nor on PYTHONPATH. fix: run the command in the folder "
             f"of {module.split('.')[0]}.py, or name that folder in PYTHONPATH"
         ) from error
     except Exception as error:  # of the user's module
-        raise ConfigError(f"--factory {target}: importing {module} failed: {type(error).__name__}: {error}") from error
+        raise ConfigError(
+            f"--factory {target}: importing {module} failed: {type(error).__name__}: {error}. fix: make `python -c "
+            f"'import {module}'` work"
+        ) from error
     if not hasattr(imported, name):
         names = [each for each, value in vars(imported).items() if callable(value)]
-        meant = f"; did you mean {nearest(name, names)}?" if names else ""
-        raise ConfigError(f"--factory {target}: {module} has no {name!r}{meant}")
+        meant = f"the nearest is {nearest(name, names)}" if names else "name a function of it"
+        raise ConfigError(f"--factory {target}: {module} has no {name!r}. fix: {meant}")
     found = getattr(imported, name)
     if not callable(found):
-        raise ConfigError(f"--factory {target}: {name} is a {type(found).__name__}, wanted a function")
+        raise ConfigError(
+            f"--factory {target}: {name} is a {type(found).__name__}. fix: name a function without arguments"
+        )
     function: Callable[[], nn.Module] = found
     return function

@@ -1,4 +1,4 @@
-"""Options: turn the options of ``megatron-fsdp plan`` into the setup to plan for."""
+"""Turn the options of ``megatron-fsdp plan`` into the setup to plan for."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Options:
         )
 
     def parallelism(self) -> Parallelism:
-        """Return how the model is divided beyond data parallelism."""
+        """Return the tensor, expert, context and pipeline parallelism."""
         tensor, expert, pipeline, context = (self[name] or 1 for name in ("tp", "ep", "pp", "cp"))
         return Parallelism(tensor, expert, pipeline, context, self["etp"] or 0, bool(self["sequence_parallel"]))
 

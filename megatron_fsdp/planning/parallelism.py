@@ -1,4 +1,4 @@
-"""Model parallelism: one rank's part of a tensor-, expert-, context- and pipeline-parallel job, and what it sends.
+"""Compute one rank's part of a model under tensor, expert, context and pipeline parallelism, and its collectives.
 
 Layers are divided as in Megatron-LM. Attention heads, the first layers of MLPs and the vocabulary are divided by
 outputs, the layers after them by inputs. Norms, routers and the narrow projections of latent attention are whole on
@@ -21,7 +21,7 @@ __all__ = ["ModelTransfer", "Parallelism", "Stage", "bubble_share", "in_flight",
 
 @dataclass(frozen=True, slots=True)
 class Parallelism:
-    """The number of ranks over which a model is divided, beyond data parallelism.
+    """Sizes of the model-parallel groups of a job.
 
     Attributes:
         tensor: ranks that share each layer. expert: ranks that share the experts of a layer.
@@ -53,7 +53,7 @@ class Parallelism:
         return self.tensor if self.is_sequence_parallel else 1
 
     def data_ranks(self, world: int) -> int:
-        """Return the number of ranks over which dense weights are sharded: data x context parallel. Or ConfigError."""
+        """Return the number of ranks (data x context parallel) that shard dense weights, or raise ConfigError."""
         _share(world, self.tensor * self.pipeline * self.context, "--tp x --pp x --cp", f"--world {world}")
         _share(world, self.ranks_of_expert * self.expert * self.pipeline, "--etp x --ep x --pp", f"--world {world}")
         return world // (self.tensor * self.pipeline)
@@ -71,7 +71,7 @@ class Parallelism:
 
 def _share(number: int, size: int, flags: str, of_what: str) -> int:
     if number % size:
-        raise ConfigError(f"{flags} is {size}, which does not divide {of_what}")
+        raise ConfigError(f"{flags} is {size}, which does not divide {of_what}. fix: use sizes that divide it")
     return number // size
 
 
@@ -92,9 +92,9 @@ class Stage:
 
 
 def stages_of(architecture: Architecture, parallelism: Parallelism) -> tuple[Stage, ...]:
-    """Return what a rank of each stage has.
+    """Return the part of the model on a rank of each stage.
 
-    Each stage gets a run of consecutive layers. If the layers do not divide evenly, the stages after the first get one
+    Each stage gets consecutive layers. If the layers do not divide evenly, the stages after the first get one layer
     more each until none is left, because the first stage has the embedding. A tied output matrix is on both the first
     and the last stage.
 
@@ -125,7 +125,9 @@ def stages_of(architecture: Architecture, parallelism: Parallelism) -> tuple[Sta
 
 def _check(architecture: Architecture, parallelism: Parallelism) -> None:
     if parallelism.expert > 1 and not architecture.num_routed_parameters:
-        raise ConfigError(f"--ep {parallelism.expert}: {architecture.model_type} has no routed experts")
+        raise ConfigError(
+            f"--ep {parallelism.expert}: {architecture.model_type} has no routed experts. fix: leave out --ep"
+        )
     if parallelism.tensor * parallelism.pipeline * parallelism.context > 1 and not architecture.vocab_size:
         raise ConfigError(
             f"--tp, --pp and --cp divide language models; {architecture.model_type} is not one. fix: leave them out"
@@ -133,7 +135,8 @@ def _check(architecture: Architecture, parallelism: Parallelism) -> None:
     heads, groups = architecture.num_attention_heads, architecture.num_key_value_heads
     if heads % parallelism.tensor or (groups % parallelism.tensor and parallelism.tensor % groups):
         raise ConfigError(
-            f"--tp {parallelism.tensor} does not divide {heads} attention heads with {groups} of keys and values"
+            f"--tp {parallelism.tensor} does not divide {heads} attention heads with {groups} of keys and values. "
+            "fix: use a --tp that divides both"
         )
 
 
@@ -175,7 +178,7 @@ _DIMS: dict[str, int | None] = {
     **dict.fromkeys(("c_attn", "c_fc"), -1),
     "c_proj": 0,
 }
-# Their biases are added after the sum over the ranks.
+# Biases of these layers are added after the sum over the ranks, so each rank has the whole bias.
 _SUMMED = ("o_proj", "down_proj", "c_proj")
 _TABLES = ("embed_tokens", "wte", "lm_head")
 
@@ -213,7 +216,10 @@ def _sliced_shape(
     if dim is None:
         if len(shape) == 1 or module in _DIMS:
             return shape
-        raise ConfigError(f"--tp {tensor}: nothing is known of how {where} of shape {shape} is divided")
+        raise ConfigError(
+            f"--tp {tensor}: how tensor parallelism cuts {where} of shape {shape} is unknown. fix: leave out --tp for "
+            "this model"
+        )
     # With fewer key and value heads than ranks, several ranks hold the same head.
     size = min(tensor, num_key_value_heads) if module in ("k_proj", "v_proj") else tensor
     return _divided(where, shape, dim % len(shape), size, "--tp")
@@ -221,7 +227,9 @@ def _sliced_shape(
 
 def _divided(where: str, shape: tuple[int, ...], dim: int, size: int, flag: str) -> tuple[int, ...]:
     if shape[dim] % size:
-        raise ConfigError(f"{flag} {size} does not divide dimension {dim} of {where}, {shape}")
+        raise ConfigError(
+            f"{flag} {size} does not divide dimension {dim} of {where}, {shape}. fix: use a divisor of {shape[dim]}"
+        )
     return (*shape[:dim], shape[dim] // size, *shape[dim + 1 :])
 
 
@@ -237,7 +245,7 @@ class ModelTransfer:
 def model_transfers(
     stage: Stage, parallelism: Parallelism, workload: Workload, itemsize: int
 ) -> tuple[ModelTransfer, ...]:
-    """Return what a rank of a stage communicates in a step for model parallelism.
+    """Return the model-parallel collectives that a rank of a stage issues in a step.
 
     Tensor parallelism: two all-reduces of the residual stream per layer and pass (Shoeybi et al. 2019, section 3). With
     sequence parallelism each is replaced by an all-gather and a reduce-scatter (Korthikanti et al. 2022, section 4.2).

@@ -32,7 +32,7 @@ _COLOURS = {
     "AdamW": "#8d8d8d",
 }
 _MEMORY_COLOURS = ("#4c78a8", "#9ecae9", "#f58518", "#ffbf79", "#54a24b", "#88d27a", "#b79a20", "#bab0ac")
-# Bars closer than this share of the step are drawn as one, which keeps the file small.
+# Bars with a gap below this share of the step are drawn as one, which keeps the file small.
 _FINEST = 1 / 2000
 
 

@@ -31,7 +31,7 @@ _TIMES = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6}
 def positive_integer(text: str) -> int:
     """Parse an integer of at least 1."""
     if not text.strip().isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 1. fix: give one, such as 8")
     return int(text)
 
 
@@ -59,7 +59,7 @@ def mesh_sizes(text: str) -> tuple[int, ...]:
     """Parse a mesh: ``64`` is one axis, ``8x128`` is two (outer, inner)."""
     parts = re.split(r"[x,*]", text.strip().lower())
     if not all(part.isdecimal() and int(part) for part in parts) or len(parts) > 2:
-        raise argparse.ArgumentTypeError(f"{text!r} is no mesh: write 64 for one axis, 8x128 for outer x inner")
+        raise argparse.ArgumentTypeError(f"{text!r} is no mesh. fix: write 64 for one axis, 8x128 for outer x inner")
     return tuple(int(part) for part in parts)
 
 
@@ -71,7 +71,7 @@ def _amount(text: str, units: Mapping[str, float], example: str) -> float:
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([A-Za-z/]*)\s*", text)
     value = float(found[1]) * units.get(found[2], math.nan) if found else math.nan
     if not (math.isfinite(value) and (value or units is _TIMES)):
-        raise argparse.ArgumentTypeError(f"{text!r} is no amount that fits here; write it as {example}")
+        raise argparse.ArgumentTypeError(f"{text!r} is no amount that fits here. fix: write it as {example}")
     return value
 
 

@@ -82,7 +82,7 @@ def _aside() -> Iterator[None]:
 def play_step(
     stand_ins: StandIns, counts: Sequence[int] = (1,), moments_dtype: torch.dtype | None = None
 ) -> PlayedStep:
-    """Run the engine's optimizer steps on stand-ins, and return what it did.
+    """Run the engine's optimizer steps on stand-ins, and return their allocations, collectives and computations.
 
     Args:
         counts: numbers of microbatches, one step for each.
@@ -95,7 +95,7 @@ def play_step(
         units = [each.unit for each in model.units]
         groups = [group for unit in units for group in unit.groups]
         adds_up = any(unit.policy.reduction == "invariant" for unit in units)
-        # With reduction="invariant", memory grows with the number of microbatches, so all of them are run.
+        # With reduction="invariant", memory grows with the number of microbatches, so every microbatch runs.
         chosen = sorted(set(counts) if adds_up else {min(count, 3) for count in counts})
         if not adds_up and 3 in chosen:
             # The step of two microbatches is the step of three without the middle one.

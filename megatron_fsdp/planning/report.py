@@ -57,7 +57,7 @@ class Report:
         slot_bytes: the part of the peaks in slots (``set_slot_pool``), which stay allocated after the first step.
         counter_bytes: the part of the peaks in which ``reduction="invariant"`` sums microbatches, from the first step
             on.
-        num_roots: units that are inside no other unit; each has a schedule of its own.
+        num_roots: units that are inside no other unit; each has a separate schedule.
         unsharded_bytes: bytes of the parameters that belong to no unit, named in ``unsharded``.
 
     Example:

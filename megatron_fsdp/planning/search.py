@@ -94,7 +94,7 @@ def fit_tables(found: dict[str, Any]) -> Iterator[Table]:
         f"{len(fitting):,} of {counted(found['num_tried'], 'setup')} {verb} {limit} on "
         f"{counted(found['num_ranks'], 'rank')}, {counted(found['sequences_per_step'], 'sequence')} per step{unknown}"
     )
-    # Of one rank, as in the plan below it: the ranks train on different sequences.
+    # The rate of one rank, as in the plan below the table; the ranks train on different sequences.
     renamed = {"tokens_per_second": "tokens/s and rank"}
     yield Table.of([{renamed.get(key, key): each[key] for key in each} for each in fitting[:_ROWS]], title)
     yield Table.of(found["rejected"], "what does not fit")
@@ -135,7 +135,10 @@ def _num_ranks(options: Options) -> int:
     if gpus is None and mesh is None:
         raise ConfigError("--fit needs --gpus N, the number of ranks. fix: add --gpus N, or --mesh to keep one mesh")
     if mesh is not None and gpus not in (None, math.prod(mesh)):
-        raise ConfigError(f"--gpus {gpus} contradicts --mesh {'x'.join(map(str, mesh))}, which has {math.prod(mesh)}")
+        raise ConfigError(
+            f"--gpus {gpus} contradicts --mesh {'x'.join(map(str, mesh))}, which has {math.prod(mesh)} ranks. fix: "
+            "leave out one of them"
+        )
     return int(gpus) if mesh is None else math.prod(mesh)
 
 

@@ -83,7 +83,7 @@ class Sharding:
         return math.prod(axis.size for axis in self.axes)
 
     def axes_of(self, module: nn.Module) -> Axes:
-        """Return the axes over which a module's unit is sharded."""
+        """Return the mesh axes over which a module's unit is sharded."""
         return self.expert_axes if self.expert_axes and type(module).__name__ == "experts" else self.axes
 
 
@@ -94,7 +94,7 @@ _TIMES = {"forward": {"matrix": 1, "attention": 1}, "backward": {"matrix": 1, "a
 
 
 class _Use(torch.autograd.Function):
-    """One use of a weight: records its products, and returns gradients without values."""
+    """An autograd function for one use of a weight: records its products, and returns gradients without values."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, module: StandIn) -> torch.Tensor:
@@ -119,7 +119,7 @@ class _Use(torch.autograd.Function):
 
 
 class StandIn(nn.Module):
-    """Uses a unit's parameters and calls its inner units, in the order in which they were added.
+    """A module that uses a unit's parameters and calls its inner units, in the order in which they were added.
 
     Args:
         path: path of the module within the model.
@@ -133,7 +133,7 @@ class StandIn(nn.Module):
         self._numel, self._order = 0, list[tuple[nn.Module, str]]()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Run a token through all parts; its values are meaningless."""
+        """Send a token with meaningless values through all parts."""
         for module, name in self._order:
             part = getattr(module, name)
             x = part(x) if isinstance(part, nn.Module) else _Use.apply(x, part, self)  # type: ignore[no-untyped-call]
@@ -361,7 +361,7 @@ def live_stand_ins(model: nn.Module, units: Sequence[Unit], *, has_streams: bool
         for group in unit.groups:
             for index, name in enumerate(group.parameters):
                 if (id(group), index) not in made:
-                    # It belongs to a module of the unit that is outside the given model.
+                    # The parameter belongs to a module of the unit that is outside the given model.
                     stood[0]._add(f"elsewhere.{name}", stand_in(group, index), is_used=False)
         owned = collect_parameters(stood, ())
         by_identity = {id(each.parameter): each for each in owned}

@@ -23,7 +23,7 @@ __all__ = ["Forecast", "Issue", "Peak", "Phase", "StepListener"]
 
 
 class Phase(str, enum.Enum):
-    """The part of an optimizer step: FORWARD (and the refresh of compute weights), BACKWARD, or STEP."""
+    """A phase of a training step: FORWARD (with the refresh of compute weights), BACKWARD or STEP (optimizer)."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -50,7 +50,7 @@ class Forecast:
     Attributes:
         issues: how often each collective is issued.
         counter_bytes: bytes of the sums of ``reduction="invariant"``, which are held in all phases.
-        slot_bytes: bytes of slots, which are held in all phases.
+        slot_bytes: bytes of slots; slots exist in all phases.
         heights: the bytes held after each allocation, one tuple per phase and microbatch.
     """
 

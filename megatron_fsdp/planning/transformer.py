@@ -98,8 +98,8 @@ class Transformer:
     def work(self, sequence_length: int) -> dict[str, UnitWork]:
         """Return the work of each kind of unit, by its name.
 
-        An embedding that is only looked up costs nothing; a tied one is also the output matrix. As in the sources,
-        attention is counted over the whole sequence, whatever the mask excludes.
+        A lookup in the embedding costs nothing; a tied embedding is also the output matrix. As in the sources,
+        attention counts all tokens of the sequence, also those that the mask excludes.
         """
         shape = self.architecture
         attention = 4 * shape.num_attention_heads * shape.head_dim * sequence_length

@@ -29,7 +29,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class BufferReport:
-    """One flat buffer on one rank.
+    """This rank's part of a flat buffer.
 
     Attributes:
         kind: main_weight, remainder, model_weight or main_grad; or, allocated only while in use, gathered weights or
@@ -48,7 +48,7 @@ class BufferReport:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveReport:
-    """Equal collectives of one phase of an optimizer step. Axes of one rank have none.
+    """Equal collectives of one phase of an optimizer step. An axis with one rank has no collectives.
 
     ``num_bytes`` is the sum of their full (unsharded) sides: the output of an all-gather, the input of a reduction.
     """

@@ -46,7 +46,7 @@ class DataParallelMeshDims:
     def __post_init__(self) -> None:
         names = (*self.replicate_names, *self.shard_names)
         if not names or len(set(names)) < len(names):
-            raise ConfigError(f"{self}: name at least one axis, and each axis once")
+            raise ConfigError(f"{self}. fix: name at least one axis, and each axis once")
 
     @property
     def shard_names(self) -> tuple[str, ...]:
@@ -101,7 +101,7 @@ def _named_axes(mesh: DeviceMesh, dims: Any) -> DeviceMesh:
     parts = tuple(names for names in (tuple(dims.replicate_names), tuple(dims.shard_names)) if names)
     missing = [name for names in parts for name in names if name not in known]
     if missing:
-        raise ConfigError(f"dp_mesh_dims names axes {missing} that the mesh does not have; its axes are {known}")
+        raise ConfigError(f"dp_mesh_dims names axes {missing} that the mesh does not have. fix: name its axes, {known}")
     return part_of_mesh(mesh, parts)
 
 
@@ -183,7 +183,7 @@ def _data_parallel_mesh(mesh: DeviceMesh, placements: Placements) -> DeviceMesh:
     unknown = [axis for axis in wanted if not isinstance(axis, int) or not -mesh.ndim <= axis < mesh.ndim]
     if unknown:
         raise ConfigError(
-            f"placements name axes {unknown} that the mesh does not have; its axes are {names or mesh.ndim}"
+            f"placements name axes {unknown} that the mesh does not have. fix: name its axes, {names or mesh.ndim}"
         )
     positions = [int(axis) % mesh.ndim for axis in wanted]
     if positions == list(range(mesh.ndim)):

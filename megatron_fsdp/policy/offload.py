@@ -41,7 +41,7 @@ def offload_of(policy: Any, placements: Placements) -> CPUOffloadPolicy | None:
     if policy is None or type(policy) is OffloadPolicy:
         return None
     if not isinstance(policy, CPUOffloadPolicy):
-        raise ConfigError(f"offload_policy is {policy!r}; give OffloadPolicy() or CPUOffloadPolicy()")
+        raise ConfigError(f"offload_policy is {policy!r}. fix: give OffloadPolicy() or CPUOffloadPolicy()")
     if Flat() not in placements.parameter or Flat() not in placements.gradient:
         raise ConfigError(
             f"offload_policy={policy!r} with {placements}: what rests whole on every rank is used where it rests and "

@@ -146,7 +146,7 @@ class MixedPrecisionPolicy:
                 is_legal = value is None or (isinstance(value, torch.dtype) and value.is_floating_point)
                 legal = "a floating-point torch.dtype or None"
             if not is_legal and name != "cast_forward_inputs":
-                raise ConfigError(f"MixedPrecisionPolicy({name}={value!r}): give {legal}")
+                raise ConfigError(f"MixedPrecisionPolicy({name}={value!r}). fix: give {legal}")
         if self.reduction == "invariant" and self.accumulate_dtype not in (None, torch.float32):
             raise ConfigError(
                 f"MixedPrecisionPolicy(reduction='invariant', accumulate_dtype={self.accumulate_dtype}): invariant "
@@ -252,7 +252,8 @@ def as_policy(policy: Any) -> MixedPrecisionPolicy:
     names = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
     if not all(hasattr(policy, name) for name in names):
         raise ConfigError(
-            f"mp_policy is a {type(policy).__name__}; give a MixedPrecisionPolicy, ours or torch.distributed.fsdp's"
+            f"mp_policy is a {type(policy).__name__}. fix: give a MixedPrecisionPolicy, ours or "
+            "torch.distributed.fsdp's"
         )
     # PyTorch has this field since 2.15.
     override = getattr(policy, "param_dtype_override_fn", None)

@@ -49,7 +49,9 @@ class Placements:
             object.__setattr__(self, name, found)
         lengths = {len(self.dp_axes), len(self.parameter), len(self.gradient), len(self.optimizer)}
         if len(lengths) != 1 or not self.dp_axes:
-            raise PlacementError(f"{self}: give one parameter, gradient and optimizer placement for each of dp_axes")
+            raise PlacementError(
+                f"{self}. fix: give one parameter, gradient and optimizer placement for each of dp_axes"
+            )
         for position, axis in enumerate(self.dp_axes):
             self._check_axis(position, axis)
 
@@ -62,11 +64,11 @@ class Placements:
         ):
             if not isinstance(found, legal):
                 names = " or ".join(choice.__name__ for choice in legal)
-                raise PlacementError(f"axis {axis!r}: the {kind} placement is {found!r}; legal is {names}")
+                raise PlacementError(f"axis {axis!r}: the {kind} placement is {found!r}. fix: give {names}")
         if isinstance(gradient, Partial) and gradient.reduce_op != "sum":
             raise PlacementError(
-                f"axis {axis!r}: the gradient placement is {gradient!r}; gradients are summed and divided, so legal "
-                "are Partial() and Partial('avg')"
+                f"axis {axis!r}: the gradient placement is {gradient!r}; gradients are summed and divided. fix: give "
+                "Partial() or Partial('avg')"
             )
         if optimizer == Replicate() and Flat() in (parameter, gradient):
             raise PlacementError(

@@ -81,7 +81,7 @@ class ForwardOrder:
         self._turns = {place: turn for turn, place in enumerate(self._backward)}
         self._num_flags_set = -1
         self._is_gathered: list[bool] = []
-        # One for each pass that a living call belongs to; ``_forward`` is that of the pass that began last.
+        # One entry for each pass with a running call; ``_forward`` is the entry of the latest pass.
         self._progress: weakref.WeakKeyDictionary[ForwardPass, Progress] = weakref.WeakKeyDictionary()
         self._forward = Progress()
         self._is_open = False

@@ -98,7 +98,9 @@ SCENES = {
         ),
     ),
     "docs/megatron.md": Scene(elsewhere=(("cd ~/Megatron-LM", "it needs a checkout of Megatron-LM"),)),
-    "docs/muon.md": Scene(shorter=(("--train-iters 600", "--train-iters 60"),)),
+    "docs/muon.md": Scene(
+        shorter=(("--train-iters 600", "--train-iters 50"), ("AdamW=runs/gpt ", "AdamW=runs/gpt-muon "))
+    ),
     "docs/planning.md": Scene(files={"config.json": _CONFIG, "mymodel.py": _FACTORY}),
     "docs/ranks_that_differ.md": Scene(
         given=_MODEL + "import megatron_fsdp\nmodel.blocks = [model[0], model[2]]\n",
@@ -107,7 +109,7 @@ SCENES = {
     "docs/timeline.md": Scene(given=_SHARDED),
     "docs/weights_to_inference.md": Scene(given=_SHARDED),
     "docs/training_script.md": Scene(
-        shorter=(("--train-iters 300", "--train-iters 90"),),
+        shorter=(("--train-iters 300", "--train-iters 25"),),
         elsewhere=(("--data-path 0.3 data/code", "it needs megatron-core"),),
     ),
 }

@@ -78,7 +78,7 @@ def _refuse_and_go_on(strategy: str, name: str) -> float:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks(2)
-def test_a_backward_through_weights_that_were_stepped_is_refused_and_training_goes_on(strategy: str) -> None:
+def test_a_backward_through_stepped_weights_is_refused_and_training_goes_on(strategy: str) -> None:
     distances = {name: _refuse_and_go_on(strategy, name) for name in OPTIMIZERS}
     assert max(distances.values()) < 2e-5, distances
 
@@ -158,9 +158,7 @@ SETTINGS = [
 
 @pytest.mark.parametrize(("strategy", "precision"), SETTINGS)
 @on_ranks(2)
-def test_a_backward_through_weights_that_were_changed_by_hand_is_refused_and_training_goes_on(
-    strategy: str, precision: str
-) -> None:
+def test_a_backward_through_hand_changed_weights_is_refused_and_training_goes_on(strategy: str, precision: str) -> None:
     twins = Twins(build, strategy, **_options(precision))
     apart = {}
     for name, change in CHANGES.items():
@@ -220,7 +218,7 @@ def _change_before_recomputation(twins: Twins) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks(2)
-def test_a_reentrant_checkpoint_recomputes_with_the_changed_weights_as_in_a_plain_model(strategy: str) -> None:
+def test_a_reentrant_checkpoint_recomputes_with_changed_weights_like_the_model(strategy: str) -> None:
     twins = Twins(lambda: Recomputed(use_reentrant=True), strategy)
     for loss in _change_before_recomputation(twins):
         loss.backward()

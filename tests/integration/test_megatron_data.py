@@ -88,9 +88,9 @@ def test_a_token_beyond_the_vocabulary_names_the_data() -> None:
         ({"split": "0,1,0"}, "the training part"),
         ({"split": "0,0,0"}, "--split 0,0,0 .* three shares"),
         ({"split": "1,1,1,1"}, "--split 1,1,1,1 .* three shares"),
-        ({"data_path": ["1", "nowhere"]}, "--data-path 1 nowhere, .*: wanted prefixes"),
-        ({"data_path": ["-1", "a", "1", "a"]}, "wanted prefixes, or weights > 0"),
-        ({"data_path": ["nan", "a", "1", "a"]}, "wanted prefixes, or weights > 0"),
+        ({"data_path": ["1", "nowhere"]}, "--data-path 1 nowhere, .*fix: give prefixes"),
+        ({"data_path": ["-1", "a", "1", "a"]}, "give prefixes, or weights > 0"),
+        ({"data_path": ["nan", "a", "1", "a"]}, "give prefixes, or weights > 0"),
     ],
 )
 def test_data_that_cannot_be_taken_is_refused(changes: dict[str, object], message: str) -> None:

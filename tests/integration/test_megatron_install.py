@@ -73,7 +73,7 @@ def build_and_look() -> dict[str, bool]:
         }
 
 
-def test_installed_names_build_this_engine_below_megatrons_class_and_can_be_given_back() -> None:
+def test_install_builds_this_engine_below_megatrons_class_and_uninstall_restores() -> None:
     (found,) = run_ranks(1, build_and_look)
     assert [name for name, holds in found.items() if not holds] == []
 
@@ -125,7 +125,7 @@ def train_both() -> tuple[Figures, Figures, list[bool]]:
         return wanted, found, [is_other, is_back, *kinds]
 
 
-def test_models_of_megatrons_ddp_keep_its_optimizer_and_ours_has_their_losses_and_norms() -> None:
+def test_megatrons_ddp_keeps_its_optimizer_and_ours_has_its_losses_and_norms() -> None:
     for wanted, found, what in run_ranks(2, train_both):
         assert what == [True, True, False, True]
         for pair, wanted_pair in zip(found, wanted, strict=True):

@@ -72,7 +72,7 @@ def test_special_tokens_are_not_added_to_a_text_and_one_of_them_ends_documents(t
 @pytest.mark.parametrize("content", ["", "{}", '{"version": "1.0", "model": {"type": "nothing"}}'])
 def test_a_file_that_is_no_tokenizer_is_refused_by_name(content: str) -> None:
     Path("other.json").write_text(content)
-    with pytest.raises(ConfigError, match=r"other\.json is no tokenizer of the tokenizers package"):
+    with pytest.raises(ConfigError, match=r"other\.json cannot be read by the package tokenizers"):
         build_tokenizer(Path("other.json"))
 
 

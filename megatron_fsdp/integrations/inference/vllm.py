@@ -19,7 +19,8 @@ def weight_source(model: nn.Module, **options: Any) -> Any:
 
     It is made of the classes of the vLLM that is installed: with vLLM 0.33 it has ``metadata``, a list, and
     ``iter_full()``; with 0.28 to 0.32 it has ``metadata()`` and is iterated itself. Each pass streams the current
-    weights. Every rank of the trainer takes part, as vLLM's ``send_weights`` does, and each is said to own all weights.
+    weights. Every rank of the trainer iterates it, as vLLM's ``send_weights`` does, and each reports that
+    it owns all weights.
 
     Args:
         model: a sharded model.

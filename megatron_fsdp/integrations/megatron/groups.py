@@ -20,7 +20,7 @@ __all__ = ["ModelGroups", "hybrid_mesh", "is_cut", "is_expert", "rank_in", "redu
 
 @dataclass(frozen=True)
 class ModelGroups:
-    """Megatron's process groups of this rank. None: Megatron has no such group.
+    """This rank's process groups of Megatron; None if Megatron has no such group.
 
     Attributes:
         data: ranks with the same part of a dense weight, including context-parallel ranks (``dp_cp``).

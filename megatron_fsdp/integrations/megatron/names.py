@@ -116,7 +116,8 @@ class WholeNames:
         if self.part(name, parameter) is not parameter:
             raise CheckpointError(
                 f"{name!r} is cut over {size_of(self._groups.tensor)} tensor-parallel ranks, found a tensor of shape "
-                f"{tuple(value.shape)}; read the checkpoint into sharded_state_dict() with torch.distributed.checkpoint"
+                f"{tuple(value.shape)}. fix: read the checkpoint into sharded_state_dict() with "
+                "torch.distributed.checkpoint"
             )
         return value
 
@@ -127,6 +128,6 @@ class WholeNames:
         if parameter.shape[dim] % stride:
             raise ConfigError(
                 f"parameter {name!r} of shape {tuple(parameter.shape)} has partition_stride={stride}, which does not "
-                "divide its dimension: there is no whole tensor to save it in"
+                "divide its dimension, so no whole tensor can hold it. fix: set a partition_stride that divides it"
             )
         return stride

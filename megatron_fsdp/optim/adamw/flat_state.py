@@ -113,7 +113,7 @@ class FlatState:
         return [bool(state.get(param)) for param in self.memory.params]
 
     def set_apart(self, state: State, index: int, memory: Collection[int]) -> None:
-        """Copy what ``state`` shows of a parameter in one of these memories, unless it is the parameter's own."""
+        """Copy the parameter's state that lies in one of these memories, unless the memory is the parameter's own."""
         values = state.get(self.memory.params[index]) or {}
         for key, value in list(values.items()):
             is_own = any(value is view for view in self._views[index])

@@ -67,7 +67,7 @@ class MatrixBlock:
 
 @dataclass(frozen=True, slots=True)
 class MatrixView:
-    """Which matrices a parameter consists of. By default a 2-D parameter is one matrix.
+    """The matrices in a parameter. By default a 2-D parameter is one matrix.
 
     A parameter of shape (d1, ..., dk, rows, columns) with ``batch_dims=k`` is d1 x ... x dk matrices, such as the
     experts of a layer. Each of them may be cut further into blocks of rows.

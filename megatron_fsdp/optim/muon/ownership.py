@@ -110,7 +110,7 @@ class OwnershipReport:
     """Cost of one Muon step for ranks that share matrices; ``str()`` gives a page.
 
     Attributes:
-        num_ranks, num_replicas: the number of ranks, and of replicas in which they hold the shards.
+        num_ranks, num_replicas: numbers of ranks, and of replicas of the shards.
         num_matrices, num_elements: totals. least_owned, most_owned: the smallest and largest number of matrices that a
             rank owns.
         mean_flops, max_flops: Newton-Schulz operations per rank.

@@ -33,7 +33,7 @@ def muon_param_groups(
 ) -> list[dict[str, Any]]:
     """Return the param groups of a model for ``Muon``: one for each kind of view, and those of AdamW.
 
-    The first of these that decides on a parameter counts:
+    The first of these rules that applies to a parameter decides:
 
     1. ``rule``;
     2. ``views`` and ``adamw``, by patterns of names;

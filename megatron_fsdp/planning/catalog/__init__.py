@@ -186,8 +186,8 @@ class _Fields(dict[str, Any]):
         if value is None and name in self._defaults:
             return self.number(self._defaults[name])
         if type(value) is not int or value < (name not in _MAY_BE_ZERO):
-            wanted = f"wanted an integer >= {int(name not in _MAY_BE_ZERO)}"
-            raise ConfigError(f"config of a {self.get('model_type')} model: {name} is {value!r}, {wanted}")
+            wanted = f"give an integer >= {int(name not in _MAY_BE_ZERO)}"
+            raise ConfigError(f"config of a {self.get('model_type')} model: {name} is {value!r}. fix: {wanted}")
         return value
 
     def number(self, expression: str | int) -> int:

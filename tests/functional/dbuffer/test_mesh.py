@@ -91,9 +91,9 @@ def test_an_axis_is_found_by_name_or_number_or_refused() -> None:
     unnamed = init_device_mesh("cpu", (1, 1))
     assert (axis_index(named, "inner"), axis_index(named, 0), axis_index(unnamed, -1)) == (1, 0, 1)
     for mesh, axis, said in (
-        (named, "tp", "the mesh has no axis 'tp'; its axes are ('outer', 'inner')"),
-        (unnamed, "inner", "the mesh has no axis 'inner'; its axes are unnamed, use their numbers"),
-        (named, 2, "axis 2 is outside the mesh, which has 2 axes"),
+        (named, "tp", "the mesh has no axis 'tp'. fix: use one of ('outer', 'inner')"),
+        (unnamed, "inner", "the mesh has no axis 'inner'. fix: use one of its numbers, because its axes have no names"),
+        (named, 2, "axis 2 is outside the mesh, which has 2 axes. fix: 0 to 1"),
     ):
         with pytest.raises(MeshError, match=f"^{re.escape(said)}$"):
             axis_index(mesh, axis)

@@ -132,9 +132,7 @@ def weights(flags: str) -> tuple[set[str], dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("model", ["", VARIETY], ids=["plain", "variety"])
-def test_init_model_with_meta_device_gives_the_weights_of_a_model_that_was_built_whole(
-    model: str, documents: str
-) -> None:
+def test_meta_device_initialisation_gives_the_weights_of_a_model_built_whole(model: str, documents: str) -> None:
     flags = f"--micro-batch-size 2 --data-path {documents} {model}"
     ((_, wanted),) = run_ranks(1, weights, flags)
     assert run_ranks(1, weights, f"{flags} {SHARDED}")[0][0] == {"cpu"}

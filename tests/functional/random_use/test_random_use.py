@@ -53,9 +53,7 @@ def together(request: pytest.FixtureRequest) -> dict[str, Verdict]:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] if case.is_slow else []) for name, case in CASES.items()]
 )
-def test_losses_gradients_and_weights_are_a_plain_models_at_every_moment_or_refused_when(
-    name: str, together: dict[str, Verdict]
-) -> None:
+def test_each_case_equals_the_plain_model_or_is_refused_as_listed(name: str, together: dict[str, Verdict]) -> None:
     case = CASES[name]
     verdict = together.get(name) or outcome(case.program)
     assert verdict.outcome == case.outcome, verdict

@@ -20,7 +20,7 @@ def options(*words: str) -> argparse.Namespace:
 
 
 @pytest.mark.slow
-def test_a_rehearsal_goes_through_all_sections_and_measures_what_every_target_is_about(tmp_path: Path) -> None:
+def test_a_rehearsal_runs_all_sections_and_measures_the_metric_of_every_target(tmp_path: Path) -> None:
     assert commands.main(["gpu", *SMALL, "--results", str(tmp_path)]) == 0
     _, rows = read_rows(tmp_path / "gpu-rehearsal.json")
     assert [(row.case["section"], row.metric) for row in rows if row.bench == "gpu"] == [("all", "rehearsal")]

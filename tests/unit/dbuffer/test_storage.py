@@ -249,7 +249,7 @@ def test_other_threads_may_allocate_while_one_releases() -> None:
 
 
 def test_another_sizing_is_refused_with_the_choices() -> None:
-    with pytest.raises(StorageError, match="sizing='huge'; give one of 'by_size', 'largest'"):
+    with pytest.raises(StorageError, match=r"sizing='huge'\. fix: give one of 'by_size', 'largest'"):
         SlotPool(CPU, "huge")
 
 

@@ -126,5 +126,5 @@ def test_a_tokenizer_without_its_package_or_file_is_named(tmp_path: Path, monkey
     backend: Any = types.ModuleType("tokenizers")
     backend.Tokenizer = types.SimpleNamespace(from_file=lambda path: Path(path).read_text())
     monkeypatch.setitem(sys.modules, "tokenizers", backend)
-    with pytest.raises(ConfigError, match=r"nowhere is no tokenizer of the tokenizers package: .*No such file"):
+    with pytest.raises(ConfigError, match=r"nowhere cannot be read by the package tokenizers: .*No such file"):
         build_tokenizer(tmp_path / "nowhere")

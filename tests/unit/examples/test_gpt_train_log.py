@@ -139,4 +139,4 @@ def test_runs_are_drawn_into_one_chart_and_their_last_validations_printed(
     assert capsys.readouterr().out.splitlines() == said
     with pytest.raises(SystemExit):
         compare_runs.main(["--output", output, f"one={tmp_path}"])
-    assert "wanted NAME=FOLDER with a log.jsonl" in capsys.readouterr().err
+    assert "has no log.jsonl. fix: give NAME=FOLDER" in capsys.readouterr().err

@@ -19,5 +19,5 @@ def test_a_message_that_misses_its_deadline_is_named() -> None:
 def test_the_end_of_the_other_process_is_named() -> None:
     ours, theirs = Pipe()
     theirs.close()
-    with pytest.raises(RuntimeError, match=r"the trainer.s weights will not come: the process .* has ended"):
+    with pytest.raises(RuntimeError, match=r"the trainer.s weights cannot arrive, because the process .* has ended"):
         receive(ours, "the trainer's weights", 60)

@@ -63,7 +63,7 @@ def test_faces_on_two_axes_are_whole_again_too() -> None:
 def test_partial_sums_and_rows_that_are_cut_have_no_face() -> None:
     mesh = init_device_mesh("cpu", (2,))
     partial = DBuffer(mesh, [Partial()], [(2, 3)], torch.float32, "cpu")
-    with pytest.raises(PlacementError, match="Partial must be reduced first"):
+    with pytest.raises(PlacementError, match="reduce Partial first"):
         partial.get_dtensor(0)
     cut = DBuffer(mesh, [Flat()], [(2, 3)], torch.float32, "cpu", granularity=Element())
     with pytest.raises(LayoutError):

@@ -135,7 +135,7 @@ MISTAKES: dict[str, tuple[str, ...]] = {
         "MixedPrecisionPolicy(reduce_dtype='bfloat16')", "ConfigError", "reduce_dtype='bfloat16'", "torch.dtype",
     ),
     "a smaller group that divides nothing": (
-        "linear(reshard_after_forward=3)", "ConfigError", "reshard_after_forward=3", "must divide the 2 ranks",
+        "linear(reshard_after_forward=3)", "ConfigError", "reshard_after_forward=3", "does not divide the 2 ranks",
     ),
     "offloading of whole weights": (
         "linear(mesh=make_mesh((2,)), placements=Placements.optim(), offload_policy=CPUOffloadPolicy())",
@@ -307,7 +307,7 @@ MISTAKES: dict[str, tuple[str, ...]] = {
         model[1].weight = model[0].weight
         call(model)
         """,
-        "StateError", "unit '1'", "'weight'", "of unit 'Linear'", "Tie parameters before fully_shard",
+        "StateError", "unit '1'", "'weight'", "of unit 'Linear'", "tie parameters before fully_shard",
     ),
     "weights of a unit that are tied": (
         """
@@ -315,7 +315,7 @@ MISTAKES: dict[str, tuple[str, ...]] = {
         model[1].weight = model[0].weight
         call(model)
         """,
-        "StateError", "'1.weight'", "'0.weight'", "Tie parameters before fully_shard",
+        "StateError", "'1.weight'", "'0.weight'", "tie parameters before fully_shard",
     ),
     "a module added behind the back of torch": (
         """
@@ -350,7 +350,7 @@ MISTAKES: dict[str, tuple[str, ...]] = {
         trained(model)
         optimizer.step()
         """,
-        "StateError", "SGD holds parameter 'weight' as it was before fully_shard", "Build the",
+        "StateError", "SGD holds parameter 'weight' as it was before fully_shard", "build the",
     ),
     "an optimizer given gathered weights later": (
         """
@@ -430,7 +430,7 @@ def train_until_a_rank_dies() -> None:
     model(inputs(dist.get_rank(), 0)).square().mean().backward()
 
 
-def test_a_rank_that_dies_ends_the_job_with_an_error_on_the_others_within_the_timeout() -> None:
+def test_if_a_rank_dies_the_others_raise_an_error_within_the_timeout() -> None:
     started = time.monotonic()
     with pytest.raises(RankError) as caught:
         run_ranks(3, train_until_a_rank_dies, timeout=20, fresh=True)

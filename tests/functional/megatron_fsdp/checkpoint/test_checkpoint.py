@@ -158,7 +158,7 @@ def load_the_working_directory(path: str) -> list[str]:
     return met
 
 
-def test_the_working_directory_is_a_folder_to_load_from_and_refused_by_name_to_save_to(tmp_path: Path) -> None:
+def test_a_load_accepts_the_working_directory_and_a_save_refuses_it_by_name(tmp_path: Path) -> None:
     path = tmp_path / "runs"
     path.mkdir()
     for loaded, below, above, *saves in run_ranks(2, load_the_working_directory, str(path)):

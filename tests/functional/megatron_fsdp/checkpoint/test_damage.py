@@ -205,7 +205,7 @@ def save_on_a_full_disk(path: str, rank: int) -> tuple[str, State]:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_full_disk_on_one_rank_fails_the_save_on_all_and_keeps_the_checkpoint_before(
+def test_a_full_disk_on_one_rank_fails_the_save_on_all_and_keeps_the_old_one(
     rank: int, saved: tuple[Path, State]
 ) -> None:
     path, wanted = saved

@@ -251,7 +251,7 @@ def test_the_old_checkpoint_is_back_when_another_job_takes_the_name_in_between(t
     assert names(tmp_path) == ["step"]
 
 
-def test_a_checkpoint_that_a_killed_save_had_moved_away_is_loaded_and_gets_its_name_back(tmp_path: Path) -> None:
+def test_a_checkpoint_moved_away_by_a_killed_save_loads_and_gets_its_name_back(tmp_path: Path) -> None:
     path = tmp_path / "step"
     save(path, 1.0)
     scratch = make_scratch(path)

@@ -201,7 +201,7 @@ def load_tied(path: str) -> list[tuple[State, State]]:
     return found
 
 
-def test_a_tied_checkpoint_gives_both_weights_of_an_untied_model_its_value_and_moments(tmp_path: Path) -> None:
+def test_a_tied_checkpoint_gives_its_value_and_moments_to_both_untied_weights(tmp_path: Path) -> None:
     path = str(tmp_path / "step")
     weights, moments = run_ranks(2, save_tied, path, True)[0]
     of_both = moments | {name.replace("embedding", "head"): value for name, value in moments.items()}

@@ -59,7 +59,7 @@ def test_training_is_right_after_some_ranks_made_a_group() -> None:
 
 
 @on_ranks(4)
-def test_stages_with_other_numbers_of_units_and_groups_train_right_alone_and_together() -> None:
+def test_stages_with_different_numbers_of_units_and_groups_train_together() -> None:
     stage = dist.get_rank() // 2
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "data"))["data"]
     options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": (None, 1)[stage]}

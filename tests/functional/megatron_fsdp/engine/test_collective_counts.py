@@ -164,7 +164,7 @@ def test_groups_travel_apart_where_that_is_switched_off() -> None:
 
 
 @on_ranks(2)
-def test_a_step_moves_the_weights_twice_but_the_last_units_once_and_the_gradients_once() -> None:
+def test_a_step_gathers_weights_twice_the_last_unit_once_and_reduces_once() -> None:
     model, totals = four_units(), Counter[str]()
 
     def add(call: CollectiveCall) -> None:

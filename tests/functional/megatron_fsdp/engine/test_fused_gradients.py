@@ -183,7 +183,7 @@ def test_fusion_moves_half_a_byte_per_parameter_and_packing_four_more() -> None:
 
 @pytest.mark.parametrize("backward", [False, True], ids=["autograd.grad", "backward(inputs=)"])
 @on_ranks(2)
-def test_a_backward_for_inputs_alone_multiplies_no_weight_gradient_and_reduces_nothing(backward: bool) -> None:
+def test_a_backward_for_inputs_alone_computes_and_reduces_no_weight_gradient(backward: bool) -> None:
     twins, x = Twins(), inputs(dist.get_rank(), 0).requires_grad_()
     (wanted,) = torch.autograd.grad(twins.plain(x).square().sum(), x)
     collectives: list[str] = []

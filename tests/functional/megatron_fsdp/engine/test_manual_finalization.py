@@ -110,7 +110,7 @@ def test_nothing_reads_or_steps_with_gradients_that_are_not_finalized(strategy: 
     handle.wait()
     optimizer.step()
     assert ["call finalize_backward() if that is manual" in one for one in said] == [True] * 3 + [False]
-    assert "finalize_backward() before wait() of the handle" in said[3]
+    assert "finalize_backward() was called before wait() of the last handle" in said[3]
 
 
 @on_ranks(2)
@@ -184,10 +184,11 @@ def test_wrong_calls_of_manual_finalization_are_refused_by_name() -> None:
     run(model, 0)
     hook.remove()
     collect(lambda: model.set_manual_backward_finalization(False))
-    assert "set_manual_backward_finalization() is the root's to call, which is 'Stack'" in said[0]
-    assert "finalize_backward() without set_manual_backward_finalization(True)" in said[1]
-    assert "finalize_backward() is the root's to call" in said[2]
-    assert "finalize_backward() in a backward" in said[3]
+    assert "set_manual_backward_finalization() was called on a unit below the root" in said[0]
+    assert "fix: call it on the root module, which is 'Stack'" in said[0]
+    assert "finalize_backward() was called without set_manual_backward_finalization(True)" in said[1]
+    assert "finalize_backward() was called on a unit below the root" in said[2]
+    assert "finalize_backward() was called in a backward" in said[3]
     assert "set_manual_backward_finalization(False) in or after a backward that is not finalized" in said[4]
 
 

@@ -93,7 +93,7 @@ def reductions(policy: MixedPrecisionPolicy, num_buffers: int | None = None) -> 
 @pytest.mark.parametrize(
     "policy", [MixedPrecisionPolicy(BF16, BF16), MixedPrecisionPolicy(BF16, FP32), MixedPrecisionPolicy()]
 )
-def test_half_of_a_blocks_backward_at_least_hides_the_reduction_of_the_block_behind_it(
+def test_a_reduction_has_at_least_half_of_a_blocks_backward_to_hide_behind(
     policy: MixedPrecisionPolicy,
 ) -> None:
     shares = [one.flops / BACKWARD_FLOPS for one in reductions(policy)]

@@ -262,7 +262,7 @@ def test_split_weights_are_found_in_a_param_group_that_is_added_later() -> None:
 
 
 @on_ranks(2)
-def test_frozen_parameters_have_no_remainder_and_train_with_fp32_weights_once_unfrozen() -> None:
+def test_frozen_parameters_have_no_remainder_and_train_in_fp32_once_unfrozen() -> None:
     model = sharded_model(mp_policy=SPLIT)
     has_remainder = [group.weights.remainder is not None for group in groups_of(model)]
     model.shift.requires_grad_(True)

@@ -271,7 +271,7 @@ class Cube(torch.autograd.Function):
 
 @pytest.mark.parametrize(("reduce", "wanted"), [(None, 1 + 2.0**-12), (BF16, 1.0)])
 @on_ranks(2)
-def test_gradients_that_a_function_gives_in_fp32_are_not_rounded_to_the_compute_dtype(
+def test_fp32_gradients_of_a_function_are_not_rounded_to_the_compute_dtype(
     reduce: torch.dtype | None, wanted: float
 ) -> None:
     model: Any = Made(lambda m, x: Cube.apply(m.weight, x), weight=nn.Parameter(torch.ones(4)))

@@ -68,8 +68,8 @@ def test_one_granularity_stands_for_all_tensors() -> None:
     [
         ([Row()], "1 granularities for 2 tensors"),
         ([Row(), Row], "granularity of tensor 1"),
-        (Row, "wanted Element"),
-        (7, "wanted Element"),
+        (Row, "give Element"),
+        (7, "give Element"),
     ],
 )
 def test_a_list_that_does_not_name_one_granularity_per_tensor_is_refused(granularity: object, message: str) -> None:
@@ -97,9 +97,7 @@ def test_the_next_offset_is_the_first_legal_one(cursor: int, numel: int, unit: i
 
 
 @given(numel=st.integers(1, 40), unit=st.integers(1, 40), shard=st.integers(1, 50))
-def test_a_shard_shorter_than_the_two_piece_length_needs_to_be_a_multiple_of_the_unit(
-    numel: int, unit: int, shard: int
-) -> None:
+def test_a_shard_below_the_two_piece_length_must_be_a_multiple_of_the_unit(numel: int, unit: int, shard: int) -> None:
     unit = min(unit, numel)
     has_a_legal_offset = any(is_legal(offset, numel, unit, shard) for offset in range(shard))
     assert has_a_legal_offset == (shard >= two_piece_shard(numel, unit) or shard % unit == 0)

@@ -168,7 +168,7 @@ QUICK = [each for each in EVERYWHERE if each[0] in ("gpt2", "llama3-8b", "mixtra
 
 
 @pytest.mark.parametrize(("name", "mesh"), nightly_but(QUICK, EVERYWHERE))
-def test_units_of_every_model_are_gathered_and_reduced_once_each_in_worlds_of_any_size(name: str, mesh: str) -> None:
+def test_a_plan_gathers_and_reduces_each_unit_of_every_model_once_in_any_world(name: str, mesh: str) -> None:
     plain = plan_of("plan", "--model", name, "--mesh", mesh)
     units = sum(unit["count"] for unit in plain["report"]["units"] if unit["groups"])
     counts: Counter[tuple[str, str]] = Counter()
@@ -237,7 +237,10 @@ def test_activations_that_were_measured_count_per_sequence() -> None:
         ("--model gpt2 --meshes 8", "unknown option --meshes; did you mean --mesh? (megatron-fsdp plan --help)"),
         ("gpt2 --mesh 8", "unexpected argument 'gpt2'"),
         ("--model gpt2", "--mesh is missing"),
-        ("--model gpt2 --mesh 8x", "argument --mesh: '8x' is no mesh: write 64 for one axis, 8x128 for outer x inner"),
+        (
+            "--model gpt2 --mesh 8x",
+            "argument --mesh: '8x' is no mesh. fix: write 64 for one axis, 8x128 for outer x inner",
+        ),
         ("--model gpt2 --mesh 2x2x2", "'2x2x2' is no mesh"),
         ("--model gpt2 --mesh 0", "'0' is no mesh"),
         ("--model gpt2 --mesh 16 --strategy hsdp", "--mesh 16 has one. fix: --mesh OUTERxINNER, such as --mesh 2x8"),
@@ -247,10 +250,10 @@ def test_activations_that_were_measured_count_per_sequence() -> None:
         ),
         ("--model gpt2 --mesh 8 --micro-batch 0", "argument --micro-batch: '0' is not an integer of at least 1"),
         ("--model gpt2 --mesh 8 --bandwidth 1G 2G", "--bandwidth has 2 values, --mesh 1 axes. fix: give one per axis"),
-        ("--model gpt2 --mesh 8 --bandwidth 400Gb/s", "'400Gb/s' is no amount that fits here; write it as 50GB/s"),
+        ("--model gpt2 --mesh 8 --bandwidth 400Gb/s", "'400Gb/s' is no amount that fits here. fix: write it as 50GB/s"),
         ("--model gpt2 --mesh 8 --gpus 8", "--gpus 8 belongs to --fit SIZE"),
         ("--model gpt2 --mesh 8 --unit-class A", "--unit-class A belongs to --factory"),
-        ("--model gpt2 --fit 80 --gpus 8", "'80' is no amount that fits here; write it as 80GiB or 80GB"),
+        ("--model gpt2 --fit 80 --gpus 8", "'80' is no amount that fits here. fix: write it as 80GiB or 80GB"),
         ("--model gpt2 --fit 80GiB", "--fit needs --gpus N"),
         ("--model gpt2 --fit 80GiB --gpus 6 --mesh 8", "--gpus 6 contradicts --mesh 8"),
         ("--model gpt2 --fit 80GiB --gpus 8 --global-batch 9", "no multiple of the 8 ranks. fix: --global-batch 8"),
@@ -267,10 +270,13 @@ def test_activations_that_were_measured_count_per_sequence() -> None:
         ("--model llama3-8b --fit 80GiB --gpus 8 --tp 2", "--tp is not searched over"),
         ("--hf-config /nowhere/config.json --mesh 8", "--hf-config /nowhere/config.json: "),
         ("--factory nowhere:make --mesh 8", "--factory nowhere:make: No module named 'nowhere', neither in "),
-        (f"--factory {__name__}:make_modle --mesh 8", "has no 'make_modle'; did you mean make_model?"),
-        ("--factory nowhere --mesh 8", "wanted package.module:function"),
-        (f"--factory {__name__}:LLAMA --mesh 8", "LLAMA is a tuple, wanted a function"),
-        (f"--factory {__name__}:make_model --mesh 8 --unit-class Foo", "--unit-class Foo: the model has Block, Linear"),
+        (f"--factory {__name__}:make_modle --mesh 8", "has no 'make_modle'. fix: the nearest is make_model"),
+        ("--factory nowhere --mesh 8", "write it as package.module:function"),
+        (f"--factory {__name__}:LLAMA --mesh 8", "LLAMA is a tuple. fix: name a function"),
+        (
+            f"--factory {__name__}:make_model --mesh 8 --unit-class Foo",
+            "--unit-class Foo: no module has this class. fix: use classes of the model: Block, Linear",
+        ),
         ("--model gpt2 --mesh 8 --html plan.html", "unknown option --html"),
         (f"--factory {__name__}:few_long_rows --mesh 64", "padding makes"),
     ],

@@ -60,7 +60,7 @@ def test_every_flag_has_a_field_with_its_default() -> None:
     assert list(found.items()) == list(wanted.items())
 
 
-def test_a_config_made_in_code_is_of_this_engine_and_one_of_a_command_line_asks_the_flag() -> None:
+def test_a_config_made_in_code_uses_this_engine_and_a_parsed_one_asks_the_flag() -> None:
     assert FsdpConfig().use_megatron_fsdp
     assert not config("").use_megatron_fsdp
     assert config("--use-megatron-fsdp") == FsdpConfig()
@@ -97,26 +97,29 @@ def test_the_forms_that_megatron_gives_values_after_parsing_are_understood() -> 
     ],
 )
 def test_an_unknown_name_is_refused_with_the_nearest_valid_one(unknown: str, nearest: str) -> None:
-    with pytest.raises(ConfigError, match=f"unknown setting '{unknown}', the nearest valid one is '{nearest}'"):
+    with pytest.raises(ConfigError, match=f"unknown setting '{unknown}'. fix: the nearest valid one is '{nearest}'"):
         FsdpConfig(**{unknown: True, "bf16": True})
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"bf16": "yes"}, r"--bf16 \(bf16\): found 'yes', wanted bool"),
-        ({"nccl_ub": 1}, r"--use-nccl-ub \(nccl_ub\): found 1, wanted bool"),
-        ({"num_distributed_optimizer_instances": True}, "found True, wanted int"),
-        ({"num_distributed_optimizer_instances": 0}, "found 0, wanted a whole number >= 1"),
-        ({"ddp_bucket_size": -3}, "found -3, wanted a whole number >= 1"),
-        ({"suggested_communication_unit_size": 1.5}, "found 1.5, wanted int"),
-        ({"optimizer_offload_fraction": "half"}, "found 'half', wanted float"),
-        ({"high_priority_stream_groups": "dp"}, "found 'dp', wanted tuple"),
-        ({"optimizer": None}, "found None, wanted str"),
-        ({"clip_grad": -1.0}, r"--clip-grad \(clip_grad\): found -1.0, wanted a number >= 0"),
-        ({"clip_grad": float("nan")}, "found nan, wanted a number >= 0"),
+        ({"bf16": "yes"}, r"--bf16 \(bf16\): found 'yes'. fix: give a value of type bool"),
+        ({"nccl_ub": 1}, r"--use-nccl-ub \(nccl_ub\): found 1. fix: give a value of type bool"),
+        ({"num_distributed_optimizer_instances": True}, "found True. fix: give a value of type int"),
+        ({"num_distributed_optimizer_instances": 0}, "found 0. fix: give a whole number >= 1"),
+        ({"ddp_bucket_size": -3}, "found -3. fix: give a whole number >= 1"),
+        ({"suggested_communication_unit_size": 1.5}, "found 1.5. fix: give a value of type int"),
+        ({"optimizer_offload_fraction": "half"}, "found 'half'. fix: give a value of type float"),
+        ({"high_priority_stream_groups": "dp"}, "found 'dp'. fix: give a value of type tuple"),
+        ({"optimizer": None}, "found None. fix: give a value of type str"),
+        ({"clip_grad": -1.0}, r"--clip-grad \(clip_grad\): found -1.0. fix: give a number >= 0"),
+        ({"clip_grad": float("nan")}, "found nan. fix: give a number >= 0"),
         ({"megatron_fsdp_version": 3}, "found 3, wanted one of 1, 2"),
-        ({"data_parallel_sharding_strategy": "optim_grad"}, "wanted one of no_shard, .*; the nearest is optim_grads"),
+        (
+            {"data_parallel_sharding_strategy": "optim_grad"},
+            "wanted one of no_shard, .*fix: .* optim_grads is the nearest",
+        ),
         ({"megatron_fsdp_main_params_dtype": torch.float64}, "found 'torch.float64', wanted one of fp32"),
     ],
     ids=lambda value: str(value)[:40],

@@ -71,7 +71,7 @@ def test_a_strategy_of_version_1_has_its_meaning(strategy: str, number: Any, fla
         assert config.hugging_face.reshard_after_forward is reshards
         assert (Flat() in config.placements(num_axes=1).parameter) == (flag != "no_shard")
         if strategy.startswith("HYBRID"):
-            with pytest.raises(ConfigError, match=r"wanted a mesh of two axes .* found 1"):
+            with pytest.raises(ConfigError, match=r"make a mesh of two axes .* instead of 1"):
                 config.fully_shard_kwargs(MESH)
 
 
@@ -91,23 +91,23 @@ def test_offload_reaches_fully_shard_and_what_acts_is_explained() -> None:
     ],
 )
 def test_an_unknown_key_is_refused_with_the_nearest_valid_one(unknown: str, nearest: str) -> None:
-    with pytest.raises(ConfigError, match=f"unknown key '{unknown}' in fsdp_config, the nearest .* is '{nearest}'"):
+    with pytest.raises(ConfigError, match=f"unknown key '{unknown}' in fsdp_config. fix: '{nearest}' is the nearest"):
         FsdpConfig.from_hf({unknown: True})
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"xla": True}, "xla=True: it is for PyTorch/XLA"),
-        ({"xla_fsdp_settings": {"compute_dtype": "bfloat16"}}, "xla_fsdp_settings=.*: it is for PyTorch/XLA"),
+        ({"xla": True}, "xla=True is not supported. .* it is for PyTorch/XLA"),
+        ({"xla_fsdp_settings": {"compute_dtype": "bfloat16"}}, "xla_fsdp_settings=.* it is for PyTorch/XLA"),
         ({"activation_checkpointing_offload": True}, "inputs of checkpointed layers stay on the device"),
-        ({"ignored_modules": "head"}, r"ignored_modules='head': .*fully_shard\(ignored_params"),
-        ({"fsdp_cpu_ram_efficient_loading": "true"}, r"='true': .* import_safetensors\(model, folder\)"),
-        ({"version": 1, "sync_module_states": True}, r"=True: .* accelerate_fsdp2\(\)"),
-        ({"activation_checkpointing": True}, r"=True: call model.activation_checkpointing_enable\(\)"),
-        ({"cpu_offload": "maybe"}, "cpu_offload: found 'maybe', wanted true or false"),
-        ({"version": 3}, "version: found 3, wanted 1 or 2"),
-        ({"reshard_after_forward": "HYBRID"}, "found 'HYBRID', wanted one of .*; the nearest is HYBRID_SHARD"),
+        ({"ignored_modules": "head"}, r"ignored_modules='head' .*fully_shard\(ignored_params"),
+        ({"fsdp_cpu_ram_efficient_loading": "true"}, r"='true' .* import_safetensors\(model, folder\)"),
+        ({"version": 1, "sync_module_states": True}, r"=True .* accelerate_fsdp2\(\)"),
+        ({"activation_checkpointing": True}, r"=True .*fix: call model.activation_checkpointing_enable\(\)"),
+        ({"cpu_offload": "maybe"}, "cpu_offload: found 'maybe'. fix: give true or false"),
+        ({"version": 3}, "version: found 3. fix: give 1 or 2"),
+        ({"reshard_after_forward": "HYBRID"}, "found 'HYBRID', wanted one of .*fix: HYBRID_SHARD is the nearest"),
         ({"sharding_strategy": 6}, "sharding_strategy: found 6, wanted one of FULL_SHARD"),
         ({"sharding_strategy": True}, "sharding_strategy: found True, wanted one of FULL_SHARD"),
         ({"version": 2, "reshard_after_forward": "FULL_SHARD"}, "version 2 contradicts sharding strategy FULL_SHARD"),
@@ -119,9 +119,15 @@ def test_an_unknown_key_is_refused_with_the_nearest_valid_one(unknown: str, near
         ),
         ({"cpu_offload": True, "sharding_strategy": "NO_SHARD"}, "cpu_offload contradicts NO_SHARD"),
         ({"cpu_offload": True, "fsdp_offload_params": True}, "'fsdp_offload_params' is given twice"),
-        ({"distributed_type": "MULTI_GPU", "fsdp_config": {}}, "distributed_type: found 'MULTI_GPU', wanted 'FSDP'"),
-        ({"mixed_precision": "fp8", "fsdp_config": {}}, "mixed_precision: found 'fp8', wanted one of no, fp32, bf16"),
-        ({"fsdp_config": ["version"]}, "fsdp_config: found .* wanted a mapping of keys"),
+        (
+            {"distributed_type": "MULTI_GPU", "fsdp_config": {}},
+            "distributed_type: found 'MULTI_GPU'.*fix: distributed_type: FSDP",
+        ),
+        (
+            {"mixed_precision": "fp8", "fsdp_config": {}},
+            "mixed_precision: found 'fp8'. fix: give one of no, fp32, bf16",
+        ),
+        ({"fsdp_config": ["version"]}, "fsdp_config: found .* give a mapping of keys"),
     ],
 )
 def test_unsupported_unreadable_or_contradictory_settings_are_refused_by_name(
@@ -170,7 +176,7 @@ def test_mixed_precision_that_yaml_reads_as_a_truth_value_means_none() -> None:
     assert FsdpConfig.from_hf({"mixed_precision": "fp16", "fsdp_config": {}}).fp16
 
 
-@pytest.mark.parametrize(("text", "message"), [("{", "cannot be read"), ("[1]", "holds a list; wanted a mapping")])
+@pytest.mark.parametrize(("text", "message"), [("{", "cannot be read"), ("[1]", "holds a list. fix: write a mapping")])
 def test_a_damaged_file_is_refused_by_name(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "fsdp.json"
     path.write_text(text)

@@ -146,7 +146,7 @@ def test_a_vision_part_counts_its_patches() -> None:
     ("config", "message"),
     [
         *(({"model_type": each}, r"deepseek_v3, .*qwen3_moe.*--factory") for each in ("bert", None, 7)),
-        ({"hidden_size": None}, "llama model: hidden_size is None, wanted an integer >= 1"),
+        ({"hidden_size": None}, "llama model: hidden_size is None. fix: give an integer >= 1"),
         ({"num_attention_heads": 0}, "num_attention_heads is 0"),
         ({"vocab_size": "100"}, "vocab_size is '100'"),
         ({"num_hidden_layers": True}, "num_hidden_layers is True"),

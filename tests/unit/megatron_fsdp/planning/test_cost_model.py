@@ -49,7 +49,7 @@ def test_fast_compute_leaves_all_communication_exposed() -> None:
     assert time.total == pytest.approx(time.compute + time.exposed + time.optimizer)
 
 
-def test_slow_compute_hides_all_but_the_first_gather_of_each_pass_and_the_last_reduction() -> None:
+def test_slow_compute_hides_all_but_the_first_gathers_and_the_last_reduction() -> None:
     time = step(1e-4)
     # Forward begins with unit1 and backward ends with it; unit3 keeps its weights for backward.
     assert time.exposed == pytest.approx((64 + 64) * 4 * 0.75)
@@ -71,7 +71,7 @@ def test_reductions_after_the_last_microbatch_are_never_hidden() -> None:
     assert one.exposed > tail
 
 
-def test_all_but_the_first_unit_hide_the_reduction_and_the_refresh_of_replicated_weights() -> None:
+def test_all_but_the_first_unit_hide_reduction_and_refresh_of_replicated_weights() -> None:
     time = step(1e-9, placements=Placements.optim(0))
     # The reduce-scatter of the last unit in backward, and the first all-gather in forward, are exposed.
     assert time.exposed == pytest.approx((64 + 64) * 4 * 0.75)

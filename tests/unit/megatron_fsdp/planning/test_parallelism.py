@@ -177,5 +177,5 @@ def test_sizes_of_one_change_nothing() -> None:
 def test_shapes_that_nothing_is_known_of_are_refused() -> None:
     whole = catalog.architecture(catalog.load("gpt2"))
     unknown = catalog.UnitShapes("layer", 1, (("mixer.weight", (4, 4)),))
-    with pytest.raises(ConfigError, match=r"nothing is known of how unit 'layer', parameter 'mixer\.weight'"):
+    with pytest.raises(ConfigError, match=r"how tensor parallelism cuts unit 'layer', parameter 'mixer\.weight'"):
         stages_of(dataclasses.replace(whole, units=(unknown,)), Parallelism(tensor=2))

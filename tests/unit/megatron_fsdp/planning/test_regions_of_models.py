@@ -159,7 +159,7 @@ def test_few_ways_to_deal_tensors_into_regions_pad_less_than_the_one_found(
     assert total_numel(regions) <= 1.5 * least
 
 
-def test_tensors_whose_rows_pad_too_much_are_cut_between_elements_by_default_and_named() -> None:
+def test_tensors_whose_rows_pad_too_much_are_cut_between_elements_and_named() -> None:
     regions = plan_regions(SIGLIP, 1024)
     relaxed = [tensor for region in regions for tensor in region.relaxed]
     assert relaxed == [14]

@@ -87,5 +87,5 @@ def test_any_kind_of_policy_keeps_all_of_its_fields() -> None:
 
 @pytest.mark.parametrize("policy", ["bf16", torch.bfloat16, {"param_dtype": BF16}])
 def test_anything_else_is_refused_by_its_class(policy: object) -> None:
-    with pytest.raises(ConfigError, match=f"{type(policy).__name__}; give a MixedPrecisionPolicy"):
+    with pytest.raises(ConfigError, match=f"{type(policy).__name__}. fix: give a MixedPrecisionPolicy"):
         as_policy(policy)

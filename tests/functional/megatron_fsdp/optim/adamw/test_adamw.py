@@ -67,7 +67,7 @@ def run_with(make: Make, strategy: str, mesh: tuple[int, ...], policy: str) -> t
 
 @pytest.mark.parametrize(("strategy", "mesh"), nightly_but([LAYOUTS[1], LAYOUTS[4]], LAYOUTS), ids=str)
 @on_ranks(lambda mesh: torch.Size(mesh).numel())
-def test_weights_state_and_state_dict_equal_those_of_torch_to_the_bit_in_every_precision(
+def test_weights_and_state_equal_those_of_torch_to_the_bit_in_every_precision(
     strategy: str, mesh: tuple[int, ...]
 ) -> None:
     wrong = {}

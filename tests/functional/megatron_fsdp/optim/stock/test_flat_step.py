@@ -306,7 +306,7 @@ def with_copies(make: Make) -> Net:
 
 @pytest.mark.parametrize("way", [with_closures, with_a_scaler, with_more_groups, with_copies])
 @on_ranks(2)
-def test_closures_scalers_groups_and_copies_give_the_bits_of_steps_over_each_parameter(
+def test_closures_scalers_groups_and_copies_give_the_bits_of_unflattened_steps(
     way: Callable[[Make], Net],
 ) -> None:
     mine, theirs = (whole_state(way(make)) for make in (OPTIM.AdamW, not_flat(OPTIM.AdamW)))
@@ -314,7 +314,7 @@ def test_closures_scalers_groups_and_copies_give_the_bits_of_steps_over_each_par
 
 
 @on_ranks(1)
-def test_a_parameter_that_is_trained_later_counts_its_own_steps_and_changes_no_others() -> None:
+def test_a_parameter_trained_later_counts_its_own_steps_and_changes_no_others() -> None:
     model = sharded()
     optimizer = OPTIM.AdamW(model.parameters(), foreach=True)
     late: Any = model.blocks[0]["one"].weight

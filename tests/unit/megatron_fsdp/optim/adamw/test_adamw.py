@@ -128,7 +128,7 @@ def test_clipping_inside_the_step_equals_clipping_before_it() -> None:
             torch.testing.assert_close(other, p, rtol=1e-6, atol=1e-7)
 
 
-def test_a_step_without_any_gradient_has_norm_zero_and_an_infinite_limit_only_measures() -> None:
+def test_without_gradients_the_norm_is_zero_and_an_infinite_limit_only_measures() -> None:
     weight, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     optimizer, plain = AdamW([weight], max_norm=float("inf")), AdamW([other])
     optimizer.step()
