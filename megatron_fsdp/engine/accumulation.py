@@ -362,12 +362,14 @@ class GradBinding:
         Raises:
             StateError: a sum is under way.
         """
-        if self.sum is not None or not self._gradients:
-            return self._gradients_of_user()
-        if not all(map(operator.is_, grads_of(self.parameters), self._gradients)):
+        if self.sum is not None or not self.are_own(grads_of(self.parameters)):
             return self._gradients_of_user()
         self.memory.allocate()
         return self.final
+
+    def are_own(self, shown: Sequence[torch.Tensor | None]) -> bool:
+        """Return whether ``.grad`` of all parameters, which the caller gives, is what ``show`` has set."""
+        return bool(self._gradients) and all(map(operator.is_, shown, self._gradients))
 
     def _gradients_of_user(self) -> DBuffer | None:
         """Return the final gradients where ``.grad`` may be the user's own; see ``final_gradients``."""
@@ -390,17 +392,28 @@ class GradBinding:
             if gradient is not None and self._gradients and gradient is self._gradients[index]:
                 continue
             mine = self.final.get_local_tensor(index)
-            if gradient is None:
+            rows = None if gradient is None else own_rows(self.fsdp_params, index, gradient)
+            if rows is not None and rows.data_ptr() == mine.data_ptr():
+                continue
+            if self._gradients and self.memory.is_kept(index):
+                self._leave(index)
+            if rows is None:
                 mine.zero_()
             else:
-                rows = own_rows(self.fsdp_params, index, gradient)
-                if rows.data_ptr() != mine.data_ptr():
-                    mine.view(-1).copy_(rows.reshape(-1))
+                mine.view(-1).copy_(rows.reshape(-1))
+
+    def _leave(self, index: int) -> None:
+        """Give the gradient that the user keeps memory of its own; later sums of the parameter show another tensor."""
+        local = self._gradients[index]._local_tensor
+        local.data = local.clone()
+        self._gradients[index] = self.fsdp_params.wrap(index, self.final.get_dtensor(index, is_view=True))
+        self._tell_owners()
+        self.memory.replace_user(index, self._gradients)
 
     def scale(self, factor: torch.Tensor | float) -> None:
         """Multiply the gradients that ``final_gradients`` returned, and the user's own tensors that lie elsewhere."""
         scaled, shown = [self.final.local_buffer], grads_of(self.parameters)
-        if not self._gradients or not all(map(operator.is_, shown, self._gradients)):
+        if not self.are_own(shown):
             for index, gradient in enumerate(shown):
                 local = gradient._local_tensor if isinstance(gradient, DTensor) else gradient
                 mine = self.final.get_local_tensor(index)
@@ -566,6 +579,20 @@ class GradMemory:
         """Count the references to the tensors that ``.grad`` will show, before a user can have any."""
         self._users = [*gradients, *[gradient._local_tensor for gradient in gradients]]
         self._references = self._count_references()
+
+    def is_kept(self, index: int) -> bool:
+        """Return whether the user has the gradient that was counted under ``index``, or its local tensor."""
+        found = self._count_references()
+        return any(found[place] != self._references[place] for place in self._places(index))
+
+    def replace_user(self, index: int, gradients: Sequence[DTensor]) -> None:
+        """Count the new gradient under ``index`` from now on, of which the user has no reference yet."""
+        both = (gradients[index], gradients[index]._local_tensor)
+        for place, tensor in zip(self._places(index), both, strict=True):
+            self._users[place - 1] = tensor
+
+    def _places(self, index: int) -> tuple[int, int]:
+        return 1 + index, 1 + index + len(self._users) // 2
 
     def _is_held(self) -> bool:
         """Return whether the user has a tensor that lies in the memory."""

@@ -18,14 +18,35 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 
 from megatron_fsdp.engine.passes import version_of
 
-__all__ = ["CHECKS", "Freshness", "hear_of_first_steps", "hear_of_steps", "refreshes_itself"]
+__all__ = [
+    "CHECKS", "Freshness", "ParamsSeen", "check_optimizers_again", "hear_of_first_steps", "hear_of_steps",
+    "refreshes_itself",
+]  # fmt: skip
 
 
 CHECKS: list[Callable[[Optimizer], None]] = []
 """Functions that are called before each step of an optimizer, and raise if it must not step now."""
 _FIRST_CHECKS: list[Callable[[Optimizer], None]] = []
 _REFRESHING: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-_CHECKED: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+
+
+class ParamsSeen:
+    """The parameters that an optimizer had when it was last looked at; weak references, because hooks of a parameter
+    may refer to the optimizer.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._seen = [weakref.ref(param) for group in optimizer.param_groups for param in group["params"]]
+
+    def are_those_of(self, optimizer: Optimizer) -> bool:
+        """Return whether the optimizer has the same parameters in the same order."""
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        return len(params) == len(self._seen) and all(
+            ref() is param for ref, param in zip(self._seen, params, strict=True)
+        )
+
+
+_CHECKED: weakref.WeakKeyDictionary[Optimizer, ParamsSeen] = weakref.WeakKeyDictionary()
 
 
 class Freshness:
@@ -110,13 +131,13 @@ def hear_of_steps(check: Callable[[Optimizer], None], announce: Callable[[Optimi
     """Register hooks on the steps of all optimizers.
 
     Args:
-        check: called before an optimizer's first step, and again when the optimizer has got more parameters.
+        check: called before an optimizer's first step, and again when the optimizer has other parameters.
         announce: called before and after each step; marks the main weights of the optimizer's parameters as changed.
     """
 
     def before(optimizer: Optimizer, *_: object) -> None:
-        num_params = sum(len(group["params"]) for group in optimizer.param_groups)
-        is_known = _CHECKED.get(optimizer) == num_params
+        known = _CHECKED.get(optimizer)
+        is_known = known is not None and known.are_those_of(optimizer)
         if not is_known:
             check(optimizer)
         for each in CHECKS[:]:
@@ -124,7 +145,7 @@ def hear_of_steps(check: Callable[[Optimizer], None], announce: Callable[[Optimi
         if not is_known:
             for each in _FIRST_CHECKS:
                 each(optimizer)
-            _CHECKED[optimizer] = num_params
+            _CHECKED[optimizer] = ParamsSeen(optimizer)
         # Before the step too: a step that raises has changed some weights, and PyTorch calls no hook after it.
         if optimizer not in _REFRESHING:
             announce(optimizer)
@@ -140,9 +161,14 @@ def hear_of_steps(check: Callable[[Optimizer], None], announce: Callable[[Optimi
 
 
 def hear_of_first_steps(check: Callable[[Optimizer], None]) -> None:
-    """Add a check before an optimizer's first step, and when the optimizer has got more parameters."""
+    """Add a check before an optimizer's first step, and before a step in which the optimizer has other parameters."""
     if check not in _FIRST_CHECKS:
         _FIRST_CHECKS.append(check)
+
+
+def check_optimizers_again() -> None:
+    """Check every optimizer before its next step as before its first one; a parameter of it may be replaced now."""
+    _CHECKED.clear()
 
 
 def refreshes_itself(optimizer: Optimizer) -> None:

@@ -30,7 +30,7 @@ from dbuffer.storage import FlatStorage
 from dbuffer_kernels import cast_copy
 from megatron_fsdp.build.builder import GroupSpec
 from megatron_fsdp.build.ownership import OwnedParameter
-from megatron_fsdp.engine.freshness import CHECKS, Freshness
+from megatron_fsdp.engine.freshness import CHECKS, Freshness, check_optimizers_again
 from megatron_fsdp.engine.grads import GradientBuffer
 from megatron_fsdp.engine.params import FSDPParams
 from megatron_fsdp.engine.reduce import ReduceFunction
@@ -47,6 +47,7 @@ __all__ = [
     "announce_step",
     "announce_step_of",
     "group_of_parameter",
+    "groups_stepped_by",
     "note_group",
     "start_gathers",
 ]
@@ -518,9 +519,10 @@ def note_group(parameter: torch.Tensor, group: ParameterGroup) -> None:
     """Record the group of a sharded parameter for ``group_of_parameter``."""
     _GROUPS[parameter] = weakref.ref(group)
     _STEPPED.clear()
+    check_optimizers_again()
 
 
-def _groups_stepped_by(optimizer: Optimizer) -> list[ParameterGroup]:
+def groups_stepped_by(optimizer: Optimizer) -> list[ParameterGroup]:
     """Return the groups of an optimizer's sharded parameters."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     ids = [*map(id, params)]
@@ -650,4 +652,4 @@ def announce_step_of(optimizer: Optimizer) -> None:
 
     Groups of other optimizers do not count: an optimizer of this rank alone must not make this rank gather alone.
     """
-    announce_step(_groups_stepped_by(optimizer))
+    announce_step(groups_stepped_by(optimizer))

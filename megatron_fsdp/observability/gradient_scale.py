@@ -24,9 +24,11 @@ from dbuffer.mesh import MeshAxis
 from megatron_fsdp.api import microbatch
 from megatron_fsdp.checkpoint.random_state import random_state, restore_random_state
 from megatron_fsdp.engine.final_callback import reset
+from megatron_fsdp.engine.grads import GradientBuffer
 from megatron_fsdp.engine.param_group import ParameterGroup
-from megatron_fsdp.engine.unit import Unit, units_below
+from megatron_fsdp.engine.unit import units_below
 from megatron_fsdp.errors import ConfigError, GradientScaleError, StateError
+from megatron_fsdp.lifecycle.make_param_group import follow_requires_grad, leave_taken_gradients
 
 __all__ = ["GradientScale", "ParameterScale", "check_gradient_scale"]
 
@@ -160,6 +162,8 @@ def check_gradient_scale(
             finish()
         return [probe.reduced() for probe in probes]
 
+    _refuse_gradients(model)
+    _follow_changes(model)
     named = {id(parameter): name for name, parameter in model.named_parameters(remove_duplicate=False)}
     groups = [(unit.name, group) for unit in units_below(model) for group in unit.groups]
     probes = [
@@ -209,7 +213,6 @@ def _rehearsal(model: nn.Module) -> Iterator[Callable[[], None]]:
     Hooks that wait for gradients (optimizers in backward) are not called.
     """
     units, random = list(units_below(model)), random_state()
-    _refuse_gradients(model, units)
     hooks = [getattr(parameter, "_post_accumulate_grad_hooks", None) or {} for parameter in model.parameters()]
     kept = [dict(each) for each in hooks]
     owners = [module._buffers for module in model.modules()]
@@ -237,8 +240,8 @@ def _rehearsal(model: nn.Module) -> Iterator[Callable[[], None]]:
             each.update(before)
 
 
-def _refuse_gradients(model: nn.Module, units: Sequence[Unit]) -> None:
-    for unit in units:
+def _refuse_gradients(model: nn.Module) -> None:
+    for unit in units_below(model):
         if not unit.requires_gradient_sync or not unit.requires_all_reduce:
             raise StateError(f"unit {unit.name!r} is in no_sync. fix: call this outside, between steps")
         if any(gradients.binding.sum is not None for gradients in unit.gradients):
@@ -246,6 +249,17 @@ def _refuse_gradients(model: nn.Module, units: Sequence[Unit]) -> None:
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
             raise StateError(f"parameter {name!r} has a gradient already. fix: call zero_grad() first")
+
+
+def _follow_changes(model: nn.Module) -> None:
+    """Do what the next forward would do first: train what was unfrozen, and leave memory whose gradients users keep."""
+    for unit in units_below(model):
+        for group in unit.groups:
+            changed = group.fsdp_params.changed_requires_grad()
+            if group.gradients is not None and group.gradients.binding.memory.is_taken:
+                leave_taken_gradients(unit, group)
+            if changed:
+                follow_requires_grad(unit, group, changed)
 
 
 class _Probe:
@@ -264,12 +278,17 @@ class _Probe:
         self.all_axes = self.axes if split is None else (*self.axes, *split.sharded_axes)
         self._whole: DBuffer | None = None
         self.squares = [torch.zeros((), dtype=torch.float64, device=group.spec.device) for _ in self.trained]
-        assert group.gradients is not None
-        self._gradients, self.final = group.gradients, group.gradients.binding.final
+        self.final = self._gradients.binding.final
         # At least FP32, or the gradients' own dtype if that is wider.
         self._dtype = torch.promote_types(torch.float32, self.final.dtype)
         self.total = self._buffer(self.final.placements)
         self.spread = tuple(group.spread_over(self.final.placements))
+
+    @property
+    def _gradients(self) -> GradientBuffer:
+        """The gradient buffers of the group, which a forward replaces after changes by the user."""
+        assert self.group.gradients is not None
+        return self.group.gradients
 
     def _buffer(self, placements: Sequence[Any]) -> DBuffer:
         like, device, name = self.group.main_weight, self.group.spec.device, f"{self.unit}: gradient scale"

@@ -22,10 +22,10 @@ from megatron_fsdp.engine.unit import units_below
 from megatron_fsdp.engine.unsharded_param import UnshardedParam
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.optim.exact_norm import exact_norm
-from megatron_fsdp.optim.local_parts import local_of
+from megatron_fsdp.optim.local_parts import axes_of, local_of
 from megatron_fsdp.optim.nonfinite import may_step, readings_of
 
-__all__ = ["by_axes", "clip_factor", "clip_grad_norm_", "total_norm"]
+__all__ = ["agreed_norm", "by_axes", "clip_factor", "clip_grad_norm_", "total_norm"]
 
 Each = TypeVar("Each")
 # A CPU adds FP32 powers nearly in a row: the norm of thirty million random numbers at once is 0.2 % off.
@@ -59,7 +59,8 @@ def clip_grad_norm_(
     """Scale the gradients of a sharded model so that their global norm is at most ``max_norm``.
 
     This takes one pass over each flat gradient shard and one all-reduce of a scalar per distinct mesh. It includes and
-    scales gradients that the user assigned to ``.grad``, and this rank's gradients of ``ignored_params``.
+    scales gradients that the user assigned to ``.grad``, and this rank's gradients of ``ignored_params``. If the model
+    trains any of these, another all-reduce takes the largest norm of all ranks.
 
     Args:
         model: a module with sharded modules in it, after the last microbatch's backward.
@@ -88,7 +89,7 @@ def clip_grad_norm_(
         unit.refuse_replaced_params()
     held = [each for unit in units for group in unit.groups for each in _held_by(group)]
     # The gradient of a currently gathered weight is among the group's gradients.
-    own = (p for p in model.parameters() if group_of_parameter(p) is None and not isinstance(p, UnshardedParam))
+    own = [p for p in model.parameters() if group_of_parameter(p) is None and not isinstance(p, UnshardedParam)]
     trained = [p for p in own if p.grad is not None]
     if trained and any(group.spec.mesh.size() > 1 for unit in units for group in unit.groups):
         names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -98,6 +99,8 @@ def clip_grad_norm_(
     spread = by_axes((each.group.spread_over(each.placements), each.flat) for each in held)
     is_invariant = any(each.group.spec.dtypes.reduction for each in held)
     norm = total_norm([*([((), plain)] if plain else ()), *spread], order, device, is_invariant=is_invariant)
+    if any(parameter.requires_grad for parameter in own):
+        norm = agreed_norm(norm, [group for unit in units for group in unit.groups])
     if error_if_nonfinite:
         may_step(norm, "raise", lambda: readings_of(model))
     if max_norm != math.inf:
@@ -120,6 +123,18 @@ def total_norm(spread: Spread, order: float, device: torch.device, *, is_invaria
             reduce_norm(subtotal, axis, "max" if order == math.inf else "sum", "the norm of all gradients")
         total = _combine([total, subtotal], order)
     return total if order == math.inf else total.sqrt() if order == 2.0 else total.pow(1.0 / order)
+
+
+def agreed_norm(norm: torch.Tensor, groups: Sequence[ParameterGroup]) -> torch.Tensor:
+    """Return the largest norm of any rank; NaN if one rank has it.
+
+    Gradients of plain parameters may differ between ranks, which have to clip and to skip alike.
+    """
+    # Positive numbers have the order of their bits, and those of NaN are the largest.
+    bits = norm.to(groups[0].spec.compute_device if groups else norm.device, torch.float64).abs().view(torch.int64)
+    for axis in axes_of(groups):
+        reduce_norm(bits, axis, "max", "the norm of all gradients")
+    return bits.view(torch.float64).to(norm)
 
 
 def _power(gradient: torch.Tensor, order: float) -> torch.Tensor:

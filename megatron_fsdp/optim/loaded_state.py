@@ -27,7 +27,6 @@ from megatron_fsdp.errors import ConfigError
 
 __all__ = [
     "SEEN",
-    "WHOLE",
     "lay_out_loaded_state",
     "parameters_by_index",
     "parameters_of",
@@ -45,8 +44,6 @@ SEEN: weakref.WeakKeyDictionary[Optimizer, dict[Any, Any]] = weakref.WeakKeyDict
 _EMPTY: weakref.WeakKeyDictionary[Optimizer, dict[Any, Any]] = weakref.WeakKeyDictionary()
 # The zeros in state dicts that are still referenced.
 _SHOWN: WeakIdKeyDictionary = WeakIdKeyDictionary()
-# How many parameters the groups of each optimizer had when all of them were found to be whole weights.
-WHOLE: weakref.WeakKeyDictionary[Optimizer, list[int]] = weakref.WeakKeyDictionary()
 
 
 def parameters_of(optimizer: Optimizer) -> Iterable[torch.Tensor]:
@@ -94,8 +91,7 @@ def lay_out_loaded_state(optimizer: Optimizer, *_: Any) -> None:
 
 def refuse_split_weights(optimizer: Optimizer, *_: Any) -> None:
     """Refuse an optimizer that would step the upper halves of split weights as if they were all."""
-    sizes = [len(group["params"]) for group in optimizer.param_groups]
-    if getattr(optimizer, "steps_split_weights", False) or WHOLE.get(optimizer) == sizes:
+    if getattr(optimizer, "steps_split_weights", False):
         return
     for parameter in parameters_of(optimizer):
         group = group_of_parameter(parameter)
@@ -106,7 +102,6 @@ def refuse_split_weights(optimizer: Optimizer, *_: Any) -> None:
                 "weight (split_main_params=True), which an optimizer of torch.optim would round in every step. Use "
                 "megatron_fsdp.AdamW, or shard that unit with split_main_params=False."
             )
-    WHOLE[optimizer] = sizes
 
 
 # ---------------------------------------------------------------- before the first step

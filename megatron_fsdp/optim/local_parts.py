@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch.distributed.tensor import DTensor
 
 from dbuffer import DBuffer
+from dbuffer.mesh import MeshAxis
+from megatron_fsdp.engine.param_group import ParameterGroup
 
-__all__ = ["holders_of", "local_of", "local_range"]
+__all__ = ["axes_of", "holders_of", "local_of", "local_range"]
+
+
+def axes_of(groups: Iterable[ParameterGroup]) -> tuple[MeshAxis, ...]:
+    """Return the data-parallel axes of some parameter groups that have more than one rank, each once."""
+    axes = {id(axis.gather_group): axis for group in groups for axis in group.main_weight.axes if axis.size > 1}
+    return tuple(axes.values())
 
 
 def local_of(tensor: Any) -> Any:

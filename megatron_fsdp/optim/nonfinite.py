@@ -14,7 +14,7 @@ from dbuffer.collectives.all_reduce import reduce_numbers
 from dbuffer.mesh import MeshAxis
 from megatron_fsdp.engine.param_group import group_of_parameter
 from megatron_fsdp.errors import ConfigError, NonfiniteGradientError
-from megatron_fsdp.optim.local_parts import local_of
+from megatron_fsdp.optim.local_parts import axes_of, local_of
 
 __all__ = ["POLICIES", "Reading", "check_gradients", "check_policy", "may_step", "readings_of"]
 
@@ -29,7 +29,7 @@ class Reading:
 
     Attributes:
         name: of the parameter, for messages. gradient: this rank's part; None for none.
-        axes, device: the mesh axes that shard the elements, and the device of collectives over them.
+        axes, device: the mesh axes over whose ranks gradients differ, and the device of collectives over them.
     """
 
     name: str
@@ -90,14 +90,16 @@ def may_step(norm: torch.Tensor, nonfinite: str, readings: Callable[[], Sequence
 
 def readings_of(model: nn.Module) -> list[Reading]:
     """Return the gradients of a model's parameters in the order of their names."""
+    groups = [group for _, parameter in model.named_parameters() if (group := group_of_parameter(parameter))]
     found = []
     for name, parameter in model.named_parameters():
-        group, gradient = group_of_parameter(parameter), parameter.grad
-        local = local_of(gradient)
-        if group is None or group.gradients is None:
-            found.append(Reading(f"parameter {name!r}", local, (), parameter.device))
+        group, local = group_of_parameter(parameter), local_of(parameter.grad)
+        if group is None:
+            device = groups[0].spec.device if groups else parameter.device
+            found.append(Reading(f"parameter {name!r}", local, axes_of(groups), device))
         else:
-            axes = tuple(group.spread_over(group.gradients.binding.final.placements))
+            buffer = group.main_weight if group.gradients is None else group.gradients.binding.final
+            axes = tuple(group.spread_over(buffer.placements))
             found.append(Reading(f"parameter {name!r}", local, axes, group.spec.device))
     return found
 

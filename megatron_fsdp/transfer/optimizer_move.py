@@ -22,7 +22,6 @@ from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.optim.adamw.int8_moments import CODED_KEYS
 from megatron_fsdp.optim.loaded_state import lay_out_loaded_state
 from megatron_fsdp.optim.stock.flat_step import forget_memory
-from megatron_fsdp.optim.stock.sharded_optimizer import follow_groups
 
 __all__ = ["OptimizerMove", "StateItem"]
 
@@ -180,7 +179,6 @@ class OptimizerMove:
                 for group, new in zip(optimizer.param_groups, self._hyperparameters[number], strict=True):
                     group.update(new)
             forget_memory(optimizer)
-            follow_groups(optimizer)
 
     def undo(self) -> None:
         """Put back the state that was."""
@@ -188,7 +186,6 @@ class OptimizerMove:
             self._undo.pop()()
         for optimizer in self.optimizers:
             forget_memory(optimizer)
-            follow_groups(optimizer)
 
 
 def _item(

@@ -107,7 +107,7 @@ class AdamW(FlatBase, torch.optim.AdamW):
         """Add a param group with its own hyperparameters, as in ``torch.optim``.
 
         Raises:
-            ConfigError: the group asks for ``amsgrad`` or ``differentiable``.
+            ConfigError: the group asks for ``amsgrad`` or ``differentiable``, or for decay that is not decoupled.
         """
         _refuse_options([{**self.defaults, **param_group}])
         super().add_param_group(param_group)
@@ -130,7 +130,8 @@ class AdamW(FlatBase, torch.optim.AdamW):
         Raises:
             ConfigError: it was saved with ``amsgrad``, or by another kind of optimizer.
         """
-        _refuse_options(state_dict["param_groups"])
+        # torch.optim.AdamW takes no notice of how torch.optim.Adam decayed.
+        _refuse_options([{**group, "decoupled_weight_decay": True} for group in state_dict["param_groups"]])
         for key, values in state_dict["state"].items():
             if CODED_KEYS[0] not in values:
                 state_values(values, f"parameter {key!r} in the state dict")
@@ -162,9 +163,11 @@ class AdamW(FlatBase, torch.optim.AdamW):
         return KEYS if self.moments is None else ()
 
     def _flags_of(self, group: dict[str, Any]) -> tuple[Any, ...]:
-        return (bool(group["capturable"]),)
+        return (bool(group["capturable"]), *(group.get(name, supported) for name, supported in _FIXED.items()))
 
     def _bind(self, parameters: tuple[torch.Tensor, ...], flags: tuple[Any, ...]) -> Binding:
+        # Options may be set in the groups at any time.
+        _refuse_options(self.param_groups)
         # The values of an older state that does not fit are taken over from the dictionaries that show them.
         known = {} if self._binding is None else {id(state.memory.owner): state for state in self._binding.states}
         states = []
@@ -188,10 +191,15 @@ def _check_moments(moments: str | None, dtype: torch.dtype | None) -> None:
         raise ConfigError(f"AdamW(moments={moments!r}, moments_dtype={dtype}): give one of them")
 
 
+_FIXED = {"amsgrad": False, "differentiable": False, "decoupled_weight_decay": True}
+"""Options of ``torch.optim.AdamW``'s param groups that have one value here."""
+
+
 def _refuse_options(param_groups: Iterable[dict[str, Any]]) -> None:
-    for name, group in itertools.product(("amsgrad", "differentiable"), param_groups):
-        if group.get(name):
+    for (name, supported), group in itertools.product(_FIXED.items(), param_groups):
+        found = group.get(name, supported)
+        if bool(found) is not supported:
             raise ConfigError(
-                f"AdamW({name}=True) is not supported: found it in the options of a param group. Use "
-                f"torch.optim.AdamW with fully_shard_optimizer, or leave {name} False."
+                f"AdamW({name}={found}) is not supported: found it in the options of a param group. Use "
+                f"torch.optim.AdamW with fully_shard_optimizer, or leave {name} {supported}."
             )

@@ -13,10 +13,10 @@ from torch.optim import Optimizer
 from megatron_fsdp.engine.freshness import refreshes_itself
 from megatron_fsdp.engine.param_group import ParameterGroup, announce_step
 from megatron_fsdp.optim.adamw.flat_state import FlatState, adopt_together
-from megatron_fsdp.optim.adamw.param_memory import ABSENT, FlatGradient
-from megatron_fsdp.optim.grad_norm import by_axes, clip_factor, total_norm
+from megatron_fsdp.optim.adamw.param_memory import ABSENT, FlatGradient, PlainMemory
+from megatron_fsdp.optim.grad_norm import agreed_norm, by_axes, clip_factor, total_norm
 from megatron_fsdp.optim.loaded_state import lay_out_loaded_state, parameters_of
-from megatron_fsdp.optim.local_parts import local_of
+from megatron_fsdp.optim.local_parts import axes_of, local_of
 from megatron_fsdp.optim.nonfinite import Reading, check_policy, may_step
 
 __all__ = ["Binding", "FlatBase", "Found"]
@@ -46,12 +46,27 @@ class Binding:
 
     def readings(self) -> list[Reading]:
         """Return this rank's gradient of every parameter of the optimizer, by name."""
-        return [
-            Reading(name, local_of(param.grad), state.memory.axes, state.memory.compute_device)
-            for state in self.states
-            for param, name, member in zip(state.memory.params, state.memory.names, state.members, strict=True)
-            if member != ABSENT
-        ]
+        groups, found = self.groups(), []
+        for state in self.states:
+            memory = state.memory
+            axes, device = memory.axes, memory.compute_device
+            if isinstance(memory, PlainMemory) and groups:
+                # Its gradients may differ between ranks.
+                axes, device = axes_of(groups), groups[0].spec.compute_device
+            for param, name, member in zip(memory.params, memory.names, state.members, strict=True):
+                if member != ABSENT:
+                    found.append(Reading(name, local_of(param.grad), axes, device))
+        return found
+
+    def groups(self) -> list[ParameterGroup]:
+        """Return the parameter groups whose model lives."""
+        owners = [state.memory.owner for state in self.states]
+        return [owner for owner in owners if isinstance(owner, ParameterGroup)]
+
+    def trains_plain(self) -> bool:
+        """Return whether a parameter that is not sharded is trained."""
+        plain = [state.memory for state in self.states if isinstance(state.memory, PlainMemory)]
+        return any(memory.owner.requires_grad for memory in plain)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,19 +117,19 @@ class FlatBase(Optimizer):
         pairs = [(state, state.memory.gradient(state.members)) for state in binding.states]
         found = [(state, gradient) for state, gradient in pairs if gradient is not None]
         if max_norm is not None or self.nonfinite != "ignore":
-            # The norm of plain parameters is computed on this rank alone.
             devices = [state.memory.compute_device for state, _ in found] or [torch.device("cpu")]
             spread = by_axes((state.memory.axes, gradient.flat) for state, gradient in found)
             is_invariant = any(state.memory.is_invariant for state, _ in found)
             self.grad_norm = total_norm(spread, 2.0, devices[0], is_invariant=is_invariant).float()
+            if binding.trains_plain():
+                self.grad_norm = agreed_norm(self.grad_norm, binding.groups())
             factor = None if max_norm is None else clip_factor(self.grad_norm, max_norm)
         if self.nonfinite != "ignore":
             assert self.grad_norm is not None
             if not may_step(self.grad_norm, self.nonfinite, binding.readings):
                 self.num_skipped += 1
                 return loss
-        owners = [state.memory.owner for state in binding.states]
-        announce_step([owner for owner in owners if isinstance(owner, ParameterGroup)])
+        announce_step(binding.groups())
         self._update(binding, found, factor)
         for state, _ in found:
             state.memory.settle()

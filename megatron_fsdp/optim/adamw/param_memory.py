@@ -68,8 +68,6 @@ class GroupMemory:
         self.is_invariant = group.spec.dtypes.reduction is not None
         self._group = weakref.ref(group)
         self._storages: list[FlatStorage] = []
-        # Ids, not references: the group counts references to see whether users keep a gradient.
-        self._own_gradients: list[int] = []
         self._all_present = (True,) * len(self.params)
 
     @property
@@ -96,9 +94,7 @@ class GroupMemory:
         group = self._group()
         gradients = None if group is None else group.gradients
         is_final = gradients is not None and gradients.binding.has_final
-        # The objects that lay in the group's buffer once still do: nothing has to be looked at again.
-        if is_final and self._own_gradients and list(map(id, grads)) == self._own_gradients:
-            assert gradients is not None
+        if gradients is not None and is_final and ABSENT not in members and gradients.binding.are_own(grads):
             return FlatGradient(gradients.binding.final.local_buffer, self._all_present)
         # Gradients of other optimizers' parameters must not count in the norm.
         is_foreign = any(m == ABSENT and grad is not None for m, grad in zip(members, grads, strict=True))
@@ -110,11 +106,6 @@ class GroupMemory:
             return FlatGradient(self._packed(grads), present)
         final = gradients.binding.final_gradients()
         assert final is not None
-        lies_inside = all(
-            isinstance(grad, DTensor) and _lies_at(grad.to_local(), final.local_buffer[start:stop])
-            for grad, (start, stop) in zip(grads, self.pieces, strict=True)
-        )
-        self._own_gradients = list(map(id, grads)) if lies_inside else []
         return FlatGradient(self._packed(grads) if is_foreign else final.local_buffer, present)
 
     def _packed(self, grads: Sequence[torch.Tensor | None]) -> torch.Tensor:
@@ -261,7 +252,3 @@ def find_owned(param_groups: Sequence[dict[str, Any]]) -> list[Owned]:
     memories: list[ParamMemory] = [GroupMemory(owner) for owner in owners.values()]
     memories += [PlainMemory(parameter, f"plain parameter {number}") for number, parameter in enumerate(plain)]
     return [Owned(memory, tuple(places.get(id(param), ABSENT) for param in memory.params)) for memory in memories]
-
-
-def _lies_at(tensor: torch.Tensor, place: torch.Tensor) -> bool:
-    return tensor.numel() == place.numel() and (not place.numel() or tensor.data_ptr() == place.data_ptr())

@@ -30,6 +30,8 @@ __all__ = ["Domain", "Muon", "explain_ownership"]
 # The size of a bucket of matrices; two buckets are in flight.
 BUCKET_BYTES = 64 * 2**20
 _ADAMW = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2, "maximize": False, "capturable": False}
+# Options of torch.optim.AdamW that a group with use_muon=False has not.
+_ADAMW_REFUSED = ("amsgrad", "differentiable", "capturable")
 # Keys of a param group that say what its parameters are; a state dict does not change them.
 _STRUCTURE = ("use_muon", "view")
 # The other entries of a param group that decide how matrices are stepped.
@@ -173,10 +175,14 @@ class Muon(FlatBase):
         return (MOMENTUM,) if group["use_muon"] else KEYS
 
     def _flags_of(self, group: dict[str, Any]) -> tuple[Any, ...]:
-        return tuple(repr(group[name]) for name in _BINDING) if group["use_muon"] else ()
+        names = _BINDING if group["use_muon"] else _ADAMW_REFUSED
+        return (group["use_muon"], *(repr(group.get(name)) for name in names))
 
     def _bind(self, parameters: tuple[torch.Tensor, ...], flags: tuple[Any, ...]) -> _Binding:
         groups = self.param_groups
+        for group in groups:
+            # Options may be set in the groups at any time.
+            _check_group(group)
         factors: dict[tuple[int, float], int] = {}
 
         def row_of(group: int, factor: float) -> int:
@@ -300,7 +306,7 @@ def _check_group(group: Mapping[str, Any]) -> None:
         if float(group[name]) < 0:
             raise ConfigError(f"Muon({name}={group[name]}): wanted at least 0")
     if not group["use_muon"]:
-        for name in ("amsgrad", "differentiable", "capturable"):
+        for name in _ADAMW_REFUSED:
             if group.get(name):
                 raise ConfigError(f"Muon: {name}=True of a group with use_muon=False is not supported; leave it False")
         return

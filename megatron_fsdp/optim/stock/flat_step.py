@@ -26,8 +26,9 @@ from dbuffer.mesh import mesh_axes
 from megatron_fsdp.checks.agreement import mesh_ranks
 from megatron_fsdp.checks.rendezvous import meet
 from megatron_fsdp.checks.tensor_names import name_of
+from megatron_fsdp.engine.freshness import ParamsSeen
 from megatron_fsdp.engine.passes import grads_of
-from megatron_fsdp.optim.loaded_state import SEEN, WHOLE, lay_out_loaded_state, refuse_split_weights
+from megatron_fsdp.optim.loaded_state import SEEN, lay_out_loaded_state, refuse_split_weights
 from megatron_fsdp.optim.stock.flat_plan import FlatPlan, local_of, spec_of
 
 __all__ = ["attend_optimizers", "forget_memory", "optimizers_of"]
@@ -36,8 +37,8 @@ KINDS: frozenset[type[Optimizer]] = frozenset({Adam, AdamW, SGD})
 """Classes that treat every element alike; a subclass of one may not."""
 
 _STAND_INS: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
-# The sizes of its param groups, and the communicators of the ranks that have its parameters.
-_COMMUNICATORS: weakref.WeakKeyDictionary[Optimizer, tuple[list[int], list[dist.ProcessGroup]]]
+# The parameters of each optimizer, and the communicators of the ranks that have them.
+_COMMUNICATORS: weakref.WeakKeyDictionary[Optimizer, tuple[ParamsSeen, list[dist.ProcessGroup]]]
 _COMMUNICATORS = weakref.WeakKeyDictionary()
 
 
@@ -68,15 +69,13 @@ def forget_memory(optimizer: Optimizer) -> None:
 
 
 def _look_at(optimizer: Optimizer, *_: Any) -> None:
-    sizes = _sizes(optimizer)
     known = _COMMUNICATORS.get(optimizer)
-    if known is None or known[0] != sizes:
+    if known is None or not known[0].are_those_of(optimizer):
+        refuse_split_weights(optimizer)
         if type(optimizer) not in KINDS and not getattr(optimizer, "steps_split_weights", False):
             _agree(optimizer)
-        known = _COMMUNICATORS[optimizer] = sizes, _communicators(optimizer)
+        known = _COMMUNICATORS[optimizer] = ParamsSeen(optimizer), _communicators(optimizer)
     count_step(known[1])
-    if WHOLE.get(optimizer) != sizes:
-        refuse_split_weights(optimizer)
     if SEEN.get(optimizer) is not optimizer.state:
         lay_out_loaded_state(optimizer)
 

@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any, TypeVar
 
 from torch.optim import Optimizer
 
-from megatron_fsdp.engine.freshness import refreshes_itself
-from megatron_fsdp.engine.param_group import ParameterGroup, announce_step, group_of_parameter
+from megatron_fsdp.engine.param_group import groups_stepped_by
 from megatron_fsdp.errors import ConfigError
-from megatron_fsdp.optim.loaded_state import (
-    lay_out_loaded_state,
-    parameters_of,
-    refuse_split_weights,
-    show_fresh_state,
-)
+from megatron_fsdp.optim.loaded_state import lay_out_loaded_state, refuse_split_weights, show_fresh_state
 
-__all__ = ["follow_groups", "fully_shard_optimizer"]
+__all__ = ["fully_shard_optimizer"]
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
 
 def fully_shard_optimizer(optimizer: AnyOptimizer) -> AnyOptimizer:
-    """Refresh the compute weights in one pass right after every ``optimizer.step()``, instead of at the next forward.
+    """Show gradients in the dtype of the parameters during every step, and zeros as the state before the first one.
 
     The optimizer may be any ``torch.optim.Optimizer`` over ``model.parameters()`` of sharded modules; its param
-    groups are kept. Without this
-    call training is as correct: the next forward sees that main weights changed.
+    groups are kept, and may change later. PyTorch's optimizers need this call if gradients are accumulated in another
+    dtype than that of the main weights (``MixedPrecisionPolicy(main_grads_dtype=)``). Other optimizers train the same
+    without it.
 
     The state dict of an optimizer that has not stepped shows its state, of zeros, as Megatron-FSDP's does, so that
     ``torch.distributed.checkpoint.load`` reads a checkpoint into it; ``load_state_dict`` takes it over.
@@ -42,48 +36,50 @@ def fully_shard_optimizer(optimizer: AnyOptimizer) -> AnyOptimizer:
         optimizer.step()
     """
     refuse_split_weights(optimizer)
-    _GROUPS[optimizer] = []
-    follow_groups(optimizer)
-    if not _GROUPS[optimizer]:
+    if not groups_stepped_by(optimizer):
         raise ConfigError(
             "fully_shard_optimizer: none of the optimizer's parameters is sharded. Build the optimizer after "
             "fully_shard, from model.parameters()."
         )
-    refreshes_itself(optimizer)
     show_fresh_state(optimizer)
     optimizer.register_load_state_dict_post_hook(lay_out_loaded_state)
     optimizer.register_step_pre_hook(_before_step)
-    optimizer.register_step_post_hook(_after_step)
+    optimizer.register_step_post_hook(_restore_dtypes)
     return optimizer
 
 
-# The parameter groups that each optimizer given to ``fully_shard_optimizer`` steps.
-_GROUPS: weakref.WeakKeyDictionary[Optimizer, list[weakref.ref[ParameterGroup]]] = weakref.WeakKeyDictionary()
+def _before_step(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    _match_dtypes(optimizer)
+    # A closure makes other gradients.
+    args = (args[0], *(_matching(optimizer, each) for each in args[1:]))
+    return args, {name: _matching(optimizer, each) for name, each in kwargs.items()}
 
 
-def follow_groups(optimizer: Optimizer) -> None:
-    """Note which parameter groups an optimizer steps now, if it was given to ``fully_shard_optimizer``."""
-    if optimizer not in _GROUPS:
-        return
-    groups: dict[int, weakref.ref[ParameterGroup]] = {}
-    for parameter in parameters_of(optimizer):
-        group = group_of_parameter(parameter)
-        if group is not None:
-            groups[id(group)] = weakref.ref(group)
-    _GROUPS[optimizer] = list(groups.values())
+def _matching(optimizer: Optimizer, argument: Any) -> Any:
+    """Return an argument of ``step``; for a closure, one that leaves gradients in the dtype of the parameters."""
+    if not callable(argument):
+        return argument
+
+    def closure() -> Any:
+        _restore_dtypes(optimizer)
+        result = argument()
+        _match_dtypes(optimizer)
+        return result
+
+    return closure
 
 
-def _before_step(optimizer: Optimizer, *_: Any) -> None:
-    groups = [group for reference in _GROUPS[optimizer] if (group := reference()) is not None]
-    announce_step(groups)
+def _match_dtypes(optimizer: Optimizer) -> None:
     # The flat AdamW reads gradients of any dtype, and those of split weights may be wider than the parameters.
-    for group in groups if not getattr(optimizer, "steps_split_weights", False) else ():
+    if not getattr(optimizer, "steps_split_weights", False):
+        for group in groups_stepped_by(optimizer):
+            if group.gradients is not None:
+                group.gradients.binding.match_parameter_dtype()
+
+
+def _restore_dtypes(optimizer: Optimizer, *_: Any) -> None:
+    for group in groups_stepped_by(optimizer):
         if group.gradients is not None:
-            group.gradients.binding.match_parameter_dtype()
-
-
-def _after_step(optimizer: Optimizer, *_: Any) -> None:
-    for reference in _GROUPS[optimizer]:
-        group = reference()
-        if group is not None and group.gradients is not None:
             group.gradients.binding.restore_dtype()

@@ -341,3 +341,41 @@ def test_a_gradient_may_have_the_dtype_of_the_gathered_weight_that_it_is_assigne
         assert parameter.grad is not None
         assert parameter.grad.dtype is torch.float32
         assert torch.equal(whole(parameter.grad, parameter), torch.full(parameter.shape, 0.5)), name
+
+
+def drop(parameter: torch.Tensor) -> None:
+    parameter.grad = None
+
+
+def replace(parameter: torch.Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad = 2 * parameter.grad
+
+
+@pytest.mark.parametrize("change", [drop, replace])
+@EACH
+@on_ranks(num_ranks)
+def test_a_gradient_that_is_kept_while_others_stay_has_its_values_after_a_clip_a_step_and_a_backward(
+    strategy: str, change: Callable[[torch.Tensor], None]
+) -> None:
+    twins = Twins(strategy=strategy)
+    optimizers = [
+        kind(model.parameters(), lr=0.1) for kind, model in zip((AdamW, torch.optim.AdamW), twins, strict=True)
+    ]
+    clips: list[Any] = [clip_grad_norm_, lambda model, norm: nn.utils.clip_grad_norm_(model.parameters(), norm)]
+    twins.backward(0)
+    kept = [model.layers[0].up.weight.grad for model in twins]
+    wanted = kept[1].clone()
+    for model, clip, optimizer in zip(twins, clips, optimizers, strict=True):
+        change(model.layers[0].up.weight)
+        clip(model, 0.1)
+        optimizer.step()
+    twins.backward(1)
+    assert torch.allclose(whole(kept[0], wanted), wanted)
+    assert twins.gradients_apart() < 1e-6
+    assert twins.weights_apart() < 1e-6
+    # The memory of the other gradients goes with them.
+    kept.clear()
+    twins.zero_grad()
+    (group,) = twins.model.layers[0]._fsdp_unit.groups
+    assert not group.main_grad.storage.is_allocated

@@ -29,8 +29,9 @@ from tests.functional.expert_parallel import rows, shard_experts
 from tests.functional.megatron_fsdp.build.test_tensor_parallel import feedforward
 from tests.harness import on_ranks, run_ranks
 from tests.harness.grids import nightly_but
-from tests.harness.models import Block, RaisesInBackward, Stack, draw_tokens, loss_of
-from tests.harness.oracle import sharded, sharded_model, whole_state
+from tests.harness.models import Block, RaisesInBackward, Stack, draw_tokens, inputs, loss_of
+from tests.harness.oracle import sharded, sharded_model, whole, whole_state
+from tests.harness.twins import Twins
 
 POLICIES = {
     "fp32": None,
@@ -228,6 +229,33 @@ def refused(which: str) -> str:
 )
 def test_models_and_settings_that_cannot_be_measured_are_refused(which: str, words: str) -> None:
     assert all(words in text for text in run_ranks(2, refused, which))
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+@on_ranks(2)
+def test_parameters_that_were_unfrozen_since_the_last_forward_are_measured(is_whole: bool) -> None:
+    model: Any = Stack(Block(), Block())
+    frozen = [*model.parameters()] if is_whole else [model.layers[0].up.weight]
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    sharded(model)
+    if not is_whole:
+        squares(model, rows(dist.get_rank())).backward()
+        model.zero_grad()
+    model.requires_grad_(True)
+    found = check_gradient_scale(model, squares, rows(dist.get_rank())).parameters
+    assert [each.factor for each in found] == pytest.approx([0.5] * 12)
+
+
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+@on_ranks(2)
+def test_gradients_that_are_kept_from_before_keep_their_values(strategy: str) -> None:
+    twins = Twins(strategy=strategy)
+    twins.backward()
+    kept, wanted = ([parameter.grad for parameter in model.parameters()] for model in twins)
+    twins.model.zero_grad()
+    check_gradient_scale(twins.model, squares, inputs(dist.get_rank(), 1))
+    assert all(torch.allclose(whole(mine, right), right) for mine, right in zip(kept, wanted, strict=True))
 
 
 @pytest.mark.parametrize("is_in_backward", [False, True])

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import nn
 
 from dbuffer import CollectiveCall, observe_collectives
-from megatron_fsdp import AdamW, ConfigError, NonfiniteGradientError, check_gradients, clip_grad_norm_
+from megatron_fsdp import AdamW, ConfigError, NonfiniteGradientError, check_gradients, clip_grad_norm_, fully_shard
 from tests.harness import on_ranks
-from tests.harness.models import Model, draw_tokens, loss_of
-from tests.harness.oracle import differing, sharded_model, whole_state
+from tests.harness.models import Model, draw_tokens, loss_of, make_mesh, squared, three_blocks
+from tests.harness.oracle import STRATEGIES, differing, sharded_model, whole_state
 
 LAYOUTS = {"zero 3": ("optim_grads_params", (3,)), "zero 1": ("optim", (2,)), "hfsdp": ("hfsdp", (2, 2))}
 
@@ -109,6 +109,35 @@ def test_skipping_by_hand_warns_and_finite_gradients_need_no_collective() -> Non
     assert calls == []
     (warning,) = records
     assert warning.startswith("step skipped on all ranks: gradient norm nan: NaN in the gradient of parameter 'bl")
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+@on_ranks(3)
+def test_ranks_stop_alike_where_one_has_nan_in_the_gradient_of_an_ignored_parameter(strategy: str) -> None:
+    model: Any = three_blocks()
+    model.ignored = nn.Linear(1, 1)
+    options: dict[str, Any] = {"mesh": make_mesh((3,)), "placements": STRATEGIES[strategy]}
+    fully_shard(model, ignored_params=set(model.ignored.parameters()), **options)
+    optimizers = [AdamW(model.parameters(), nonfinite=policy) for policy in ("raise", "skip")]
+    squared(model, dist.get_rank(), 0).backward()
+    rank = float(dist.get_rank())
+    model.ignored.weight.grad = torch.full((1, 1), math.nan if rank == 1 else rank)
+    before = whole_state(model)
+    assert clip_grad_norm_(model, 1.0).isnan()
+    with pytest.raises(NonfiniteGradientError, match=r"NaN in the gradient of parameter 'ignored\.weight'"):
+        check_gradients(model, clip_grad_norm_(model, math.inf))
+    with pytest.raises(NonfiniteGradientError, match="NaN in the gradient of plain parameter 0"):
+        optimizers[0].step()
+    optimizers[1].step()
+    assert optimizers[1].num_skipped == 1
+    assert differing(whole_state(model), before) == []
+    # A finite norm is that of the rank with the largest one, on all ranks.
+    model.ignored.weight.grad.fill_(100 * rank)
+    norms: list[Any] = [None] * 3
+    dist.all_gather_object(norms, clip_grad_norm_(model, math.inf).item())
+    optimizers[1].step()
+    assert optimizers[1].grad_norm is not None
+    assert [*norms, optimizers[1].grad_norm.item()] == pytest.approx([200.0] * 4, rel=1e-3)
 
 
 def test_a_policy_that_does_not_exist_is_refused() -> None:

@@ -205,6 +205,19 @@ def test_unsupported_options_are_refused_at_construction_in_groups_and_on_load(n
     assert not optimizer.state
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("amsgrad", True), ("differentiable", True), ("decoupled_weight_decay", False)]
+)
+def test_unsupported_options_set_in_a_group_later_are_refused_by_the_next_step(name: str, value: bool) -> None:
+    optimizer = run(AdamW(parameters()), range(1))
+    optimizer.param_groups[0][name] = value
+    before = [p.detach().clone() for p in optimizer.param_groups[0]["params"]]
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=f"AdamW\\({name}={value}\\)"):
+            run(optimizer, range(1, 2))
+    assert all(map(torch.equal, before, optimizer.param_groups[0]["params"]))
+
+
 @pytest.mark.parametrize("bad", [{"lr": -1.0}, {"betas": (1.0, 0.9)}, {"eps": -1e-8}, {"weight_decay": -0.1}])
 def test_impossible_hyperparameters_are_refused_as_by_torch(bad: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="Invalid"):
