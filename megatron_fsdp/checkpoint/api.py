@@ -18,13 +18,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from megatron_fsdp.checkpoint.async_save import SaveHandle, finish_pending_save, run_save
+from megatron_fsdp.checkpoint.async_save import SaveHandle, run_save
 from megatron_fsdp.checkpoint.foreign import read_values
 from megatron_fsdp.checkpoint.manifest import DamagedCheckpointError
 from megatron_fsdp.checkpoint.model_state import (
     ModelMatch,
     ModelView,
     announce_change,
+    check_ties,
     match_model,
     match_partly,
     restore_extra_state,
@@ -59,8 +60,7 @@ def save_checkpoint(
         extra: other values to get back on load, such as a learning-rate scheduler's state and the position in the data:
             nested dicts, lists, numbers, strings, tensors. Rank 0's value is saved.
         asynchronous: return after copying this rank's part to host memory, which takes as many bytes as it writes, and
-            write in the background. The next save or load waits for it first.
-            in the background. A later save or load waits for it first.
+            write in the background. The next save, load or export waits for it first.
     Returns:
         A handle to wait for; already done unless ``asynchronous``.
     Raises:
@@ -84,7 +84,6 @@ def start_save(
     afterwards: Callable[[], None] | None = None,
 ) -> SaveHandle:
     """Save as ``save_checkpoint`` does; rank 0 calls ``afterwards`` when the folder has its name."""
-    finish_pending_save()
     ranks = checkpoint_ranks("calls save_checkpoint")
     path = place_of(path)
     view = ranks.check(f"planning to save {path}", lambda: view_model(model))
@@ -124,7 +123,6 @@ def load_checkpoint(
         extra = load_checkpoint(model, optimizer, "runs/step_0000100")  # on any number of ranks
         first_step = extra["step"] + 1
     """
-    finish_pending_save()
     ranks = checkpoint_ranks("calls load_checkpoint")
     opened = open_checkpoint(Path(path), ranks, verify=verify)
     step = f"loading {path}"
@@ -168,14 +166,23 @@ def load_matching(model: nn.Module, path: str | Path, *, verify: bool = True) ->
     Args:
         model: sharded or plain. path: a checkpoint folder. verify: as in ``load_checkpoint``.
     Raises:
-        CheckpointError: there is no checkpoint, no tensor agrees, or the checkpoint is damaged.
+        CheckpointError: there is no checkpoint, no tensor agrees, the checkpoint is damaged, or it has different values
+            for names that are one parameter here. The model is then unchanged.
     """
-    finish_pending_save()
     ranks = checkpoint_ranks("calls load_matching")
     opened = open_checkpoint(Path(path), ranks, verify=verify)
-    found = match_partly(opened, view_model(model))
-    if not found.names:
-        raise CheckpointError(f"{path} has no tensor of this model's names and shapes; nothing was loaded")
+
+    def plan() -> ModelMatch:
+        found = match_partly(opened, view_model(model))
+        if not found.names:
+            raise CheckpointError(
+                f"{path} has no tensor of this model's names and shapes; nothing was loaded. fix: load a checkpoint of "
+                f"this model; `python -m megatron_fsdp checkpoint inspect {path}` lists what this one has"
+            )
+        check_ties(opened, found)
+        return found
+
+    found = ranks.check(f"loading {path}", plan)
     ranks.check(f"loading {path}", lambda: read_entries(opened, found.targets))
     refuse_replaced(opened, ranks)
     announce_change(model, found.view)

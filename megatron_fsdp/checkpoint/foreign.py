@@ -85,7 +85,10 @@ def read_model(opened: OpenCheckpoint, here: Collection[str]) -> SavedModel:
     found = {str(path[0]): name for path, name in opened.names_below("model").items() if len(path) == 1}
     if not found:
         kinds = sorted({str(path[0]) for path in opened.names_below() if path})
-        raise CheckpointError(f"{opened.folder} holds no entries under 'model'; it has {', '.join(kinds) or 'none'}")
+        raise CheckpointError(
+            f"{opened.folder} holds no entries under 'model'; it has {', '.join(kinds) or 'none'}. fix: load a folder "
+            'of save_checkpoint, or of dcp.save({"model": ..., "optimizer": ...})'
+        )
     names = _translated(found, here)
     saved = tensors_of(opened.metadata)
     extra = {
@@ -112,7 +115,8 @@ def read_optimizer(opened: OpenCheckpoint, parameters: Sequence[str], here: Coll
         if len(saved_names) != len(parameters):
             raise CheckpointError(
                 f"{opened.folder} is of another optimizer; nothing was loaded. It has state by position, of "
-                f"{len(saved_names)} parameters; this optimizer has {len(parameters)}"
+                f"{len(saved_names)} parameters; this optimizer has {len(parameters)}. fix: build it from as many "
+                "parameters, in the same order, or give optimizer=None for the weights alone"
             )
         names = {str(position): parameters[position] for position in saved_names}
     else:

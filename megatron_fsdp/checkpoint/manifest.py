@@ -97,7 +97,10 @@ def read_manifest(folder: Path) -> dict[str, FileEntry]:
         version, content, digest = document["format"], document["files"], document["sha256"]
         files = {name: FileEntry(int(entry["bytes"]), str(entry["sha256"])) for name, entry in content.items()}
     except FileNotFoundError:
-        raise DamagedCheckpointError(f"{path} is missing; without it nothing in {folder} can be trusted") from None
+        raise DamagedCheckpointError(
+            f"{path} is missing; without it nothing in {folder} can be trusted. fix: load an older checkpoint, or a "
+            "copy of this one"
+        ) from None
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, OSError) as error:
         raise DamagedCheckpointError(damage_of(path, error)) from None
     if version != _FORMAT:
@@ -105,7 +108,10 @@ def read_manifest(folder: Path) -> dict[str, FileEntry]:
             f"{path} is of format {version!r}, this version reads {_FORMAT}. fix: use a newer version of this library"
         )
     if digest != _digest_of(content) or any(Path(name).name != name for name in files):
-        raise DamagedCheckpointError(f"{path} is damaged: its content does not match its own checksum")
+        raise DamagedCheckpointError(
+            f"{path} is damaged: its content does not match its own checksum. fix: load an older checkpoint, or a copy "
+            "of this one"
+        )
     return files
 
 
@@ -165,7 +171,7 @@ class _Unpickler(pickle.Unpickler):
         if not is_dtype and name not in _ALLOWED.get(module, "").split():
             raise CheckpointError(
                 f"the {METADATA} file names {module}.{name}, which no checkpoint is made of; it was not read further. "
-                "Do not load this checkpoint with other tools either"
+                "fix: load a checkpoint whose origin you trust, and do not load this one with other tools either"
             )
         return super().find_class(module, name)
 
@@ -182,7 +188,9 @@ def read_metadata(folder: Path) -> Metadata:
         with path.open("rb") as file:
             metadata = _Unpickler(file).load()
     except FileNotFoundError:
-        raise CheckpointError(f"{folder} holds no complete checkpoint: {METADATA} is missing") from None
+        raise CheckpointError(
+            f"{folder} holds no complete checkpoint: {METADATA} is missing. fix: give the path of a checkpoint folder"
+        ) from None
     except CheckpointError as error:
         raise CheckpointError(f"{folder}: {error}") from None
     except Exception as error:
@@ -191,7 +199,10 @@ def read_metadata(folder: Path) -> Metadata:
         raise DamagedCheckpointError(f"{path} is damaged: it is no metadata of a checkpoint")
     for stored in metadata.storage_data.values():
         if Path(stored.relative_path).name != stored.relative_path:
-            raise CheckpointError(f"{path} names the file {stored.relative_path!r}, which lies outside of {folder}")
+            raise CheckpointError(
+                f"{path} names the file {stored.relative_path!r}, which lies outside of {folder}. fix: load a "
+                "checkpoint whose origin you trust"
+            )
     metadata.storage_meta = StorageMeta()
     return metadata
 

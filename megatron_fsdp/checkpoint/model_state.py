@@ -23,7 +23,7 @@ from megatron_fsdp.errors import CheckpointError
 from megatron_fsdp.optim.local_parts import local_of
 
 __all__ = [
-    "ModelMatch", "ModelView", "announce_change", "canonical", "full_state_dict",
+    "ModelMatch", "ModelView", "announce_change", "canonical", "check_ties", "full_state_dict",
     "match_model", "match_partly", "refuse_differences", "restore_extra_state", "siblings", "unwrapped", "view_model",
     "whole",
 ]  # fmt: skip
@@ -60,8 +60,8 @@ def view_model(model: nn.Module) -> ModelView:
     Split main weights take 4 more bytes per element for as long as the view lives.
 
     Raises:
-        CheckpointError: the state dict has an entry that is neither a tensor nor a module's extra state; or ranks hold
-            different parts of the model under one name (Megatron's model parallelism).
+        CheckpointError: the state dict has an entry that is neither a tensor nor a module's extra state; a tensor is on
+            the meta device; or ranks hold different parts of the model under one name (Megatron's model parallelism).
         StateError: a parameter of a unit was replaced by another object.
     """
     for module in model.modules():
@@ -81,6 +81,7 @@ def view_model(model: nn.Module) -> ModelView:
                 f"entry {name!r} of the model's state dict is a {type(value).__name__}; a checkpoint holds tensors, "
                 "and other values of modules that return them from get_extra_state. fix: return it from get_extra_state"
             )
+    _refuse_meta(tensors)
     by_parameter: dict[int, list[str]] = {}
     for name, parameter in unwrapped(model).named_parameters(remove_duplicate=False):
         by_parameter.setdefault(id(parameter), []).append(canonical(name))
@@ -94,6 +95,15 @@ def view_model(model: nn.Module) -> ModelView:
             whole = group.fsdp_params.wrap(index, values.get_dtensor(index))
             tensors.update({name: whole for name in by_parameter.get(id(param), ()) if name in tensors})
     return ModelView(tensors, names, ties, extra, copies)
+
+
+def _refuse_meta(tensors: Mapping[str, torch.Tensor]) -> None:
+    name = next((name for name, tensor in tensors.items() if local_of(tensor).is_meta), None)
+    if name is not None:
+        raise CheckpointError(
+            f"{name!r} is on the meta device, so there is no memory to save or to load into. fix: materialize(model); "
+            "or model.to_empty(device=...) before a load, which fills it"
+        )
 
 
 def siblings(ties: Sequence[Sequence[str]], name: str) -> tuple[str, ...]:
@@ -127,7 +137,7 @@ def match_model(opened: OpenCheckpoint, view: ModelView) -> ModelMatch:
     """
     found = match_partly(opened, view)
     refuse_differences(opened.folder, "model", found.differences)
-    _check_ties(opened, view, found.saved)
+    check_ties(opened, found)
     return found
 
 
@@ -158,15 +168,19 @@ def match_partly(opened: OpenCheckpoint, view: ModelView) -> ModelMatch:
         for name, value in extra.items()
         if name not in view.extra_state and (value is not None or name not in found.extra_state)
     ]
+    if "extra_state" in opened.state:
+        # Other software's checkpoints may leave it out.
+        lacking = (name for name, value in view.extra_state.items() if name not in extra and value is not None)
+        differences += [f"{name}: not in the checkpoint" for name in lacking]
     return ModelMatch(view, targets, tuple(names), found.tensors, extra, differences)
 
 
-def _check_ties(opened: OpenCheckpoint, view: ModelView, saved: Mapping[str, Saved]) -> None:
+def check_ties(opened: OpenCheckpoint, match: ModelMatch) -> None:
     """Raise if names that share one parameter here have different saved values; this rank's part is compared."""
-    saved_ties = opened.state.get("ties", ())
+    view, saved, saved_ties = match.view, match.saved, opened.state.get("ties", ())
     for group in view.ties:
-        first, *others = [name for name in group if name in saved]
-        for other in others:
+        loaded = [name for name in group if name in match.names]
+        for first, other in ((loaded[0], name) for name in loaded[1:]):
             if other in siblings(saved_ties, first):
                 continue
             one, two = (torch.empty_like(view.tensors[name]) for name in (first, other))
@@ -179,12 +193,19 @@ def _check_ties(opened: OpenCheckpoint, view: ModelView, saved: Mapping[str, Sav
                 )
 
 
+_MADE_LIKE = {
+    "model": "a model of the configuration that was saved, or load another checkpoint",
+    "optimizer": "an optimizer of the saved class and parameters, or give optimizer=None to load the weights alone",
+}
+
+
 def refuse_differences(folder: Path, kind: str, differences: Sequence[str]) -> None:
     """Raise an error that lists the differences; do nothing if there are none."""
     if differences:
         lines = listed(differences, "\n  ")
         raise CheckpointError(
-            f"{folder} is of another {kind}; nothing was loaded. {len(differences)} entries differ:\n  {lines}"
+            f"{folder} is of another {kind}; nothing was loaded. {len(differences)} entries differ:\n  {lines}\n"
+            f"fix: load it into {_MADE_LIKE[kind]}"
         )
 
 

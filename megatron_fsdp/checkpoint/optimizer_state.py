@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
+from torch.optim import Adamax, NAdam, Optimizer
 
 from megatron_fsdp.checkpoint.foreign import Saved, SavedOptimizer, insert, read_optimizer
 from megatron_fsdp.checkpoint.manifest import EntryPath
@@ -101,6 +101,7 @@ def match_optimizer(opened: OpenCheckpoint, optimizer: Optimizer, view: ModelVie
     aliases = _Aliases(saved.groups, [*view.ties, *opened.state.get("ties", ())])
     saved_names = {index: aliases.saved_name(name) for index, name in names.items()}
     differences = list(_other_kind(opened, type(optimizer).__name__, document, saved, names))
+    differences += _other_state(optimizer, saved)
     differences += [f"{names[index]}: not in the checkpoint" for index, name in saved_names.items() if name is None]
     covered = {name for name in saved_names.values() if name is not None}
     covered |= {other for name in covered for other in siblings(view.ties, name)}
@@ -214,6 +215,19 @@ def _other_kind(
         for key in values:
             if (names[index], (key,)) not in saved.state:
                 yield f"{names[index]}.{key}: not in the checkpoint"
+
+
+_OWN_STATE: Mapping[type[Optimizer], str] = {Adamax: "exp_inf", NAdam: "mu_product"}
+"""Optimizers with options like Adam's, and the state that they have and Adam has not."""
+
+
+def _other_state(optimizer: Optimizer, saved: SavedOptimizer) -> Iterator[str]:
+    """Yield differences if the saved state is of another optimizer with options like Adam's."""
+    found = {path[0] for _, path in saved.state}
+    for kind, key in _OWN_STATE.items() if found else ():
+        if isinstance(optimizer, kind) is not (key in found):
+            where = "only in the checkpoint" if key in found else "not in the checkpoint"
+            yield f"state {key!r}, which {kind.__name__} has: {where}"
 
 
 def _target(opened: OpenCheckpoint, saved: Saved, parameter: torch.Tensor, current: Any, dtype: torch.dtype) -> Any:

@@ -52,7 +52,8 @@ def restore_random_state(state: Mapping[str, torch.Tensor], *, is_trial: bool = 
                 torch.cuda.set_rng_state(value)
         except Exception as error:
             raise CheckpointError(
-                f"the random state of {name!r} is damaged ({type(error).__name__}: {error}); nothing was loaded"
+                f"the random state of {name!r} is damaged ({type(error).__name__}: {error}); nothing was loaded. fix: "
+                "load an older checkpoint, or a copy of this one"
             ) from None
 
 

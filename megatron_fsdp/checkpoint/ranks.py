@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from dbuffer import MeshError
 from dbuffer.mesh import new_group
+from megatron_fsdp.checkpoint.async_save import finish_pending_save
 from megatron_fsdp.checkpoint.manifest import RANK_VALUES
 from megatron_fsdp.checks.rendezvous import job_store, meet
 from megatron_fsdp.errors import AgreementError, CheckpointError
@@ -118,11 +119,14 @@ def _advice(action: str) -> str:
 def checkpoint_ranks(action: str) -> CheckpointRanks:
     """Return the ranks of the job. All ranks must call this for the same ``action``, e.g. "calls save_checkpoint".
 
-    The first call makes their process group, with the job's timeout.
+    The first call makes their process group, with the job's timeout. A save in the background is waited for, because it
+    communicates over the same group.
 
     Raises:
-        CheckpointError: some ranks did not call within the job's timeout, or called something else; they are named.
+        CheckpointError: some ranks did not call within the job's timeout, or called something else; they are named. Or
+            the save in the background failed.
     """
+    finish_pending_save()
     world = dist.group.WORLD if dist.is_initialized() else None
     if world is None:
         return CheckpointRanks(None)

@@ -168,7 +168,10 @@ def _expected_files(folder: Path) -> dict[str, FileEntry]:
     if not (folder / METADATA).exists() and not (folder / MANIFEST).exists():
         # An empty path stands for the working directory; the message names it in full.
         where = folder if folder.name else place_of(folder)
-        raise CheckpointError(f"{where} holds no complete checkpoint (looked for {METADATA} and {MANIFEST})")
+        raise CheckpointError(
+            f"{where} holds no complete checkpoint (looked for {METADATA} and {MANIFEST}). fix: give the path of one "
+            "checkpoint, such as runs/step_0000100; CheckpointSeries(folder).load(...) finds the newest of several"
+        )
     if (folder / MANIFEST).exists() or (folder / STATE_FILE).exists():
         return read_manifest(folder)
     return {}

@@ -81,7 +81,10 @@ def _save(values: dict[str, torch.Tensor], file: Path) -> None:
         _package("safetensors.torch").save_file(values, file, {"format": "pt"})
     except KeyError as error:
         names = ", ".join(name for name, value in values.items() if value.dtype is error.args[0])
-        raise CheckpointError(f"{file} cannot be written as safetensors, which has no {error}: {names}") from None
+        raise CheckpointError(
+            f"{file} cannot be written as safetensors, which has no {error}: {names}. fix: export with dtype=, or "
+            "register those buffers with persistent=False"
+        ) from None
     except (ValueError, _package("safetensors").SafetensorError) as error:
         raise CheckpointError(f"{file} cannot be written as safetensors: {error}") from None
 
@@ -130,7 +133,9 @@ def open_folder(path: Path, names: Mapping[str, str], *, strict: bool = True) ->
         found = dict(_entries(file))
         missing = sorted(set(listed) - found.keys())
         if missing:
-            raise CheckpointError(f"{file} lacks {', '.join(missing)}, which the index says it has")
+            raise CheckpointError(
+                f"{file} lacks {', '.join(missing)}, which the index says it has. fix: copy or export the folder again"
+            )
         for name, entry in found.items():
             if strict or name in here:
                 metadata.state_dict_metadata[name] = entry
@@ -147,13 +152,18 @@ def _entries(file: Path) -> Iterator[tuple[str, TensorStorageMetadata]]:
     try:
         opened = package.safe_open(str(file), framework="pt")
     except (OSError, package.SafetensorError) as error:
-        raise CheckpointError(f"{file} cannot be read as safetensors: {error}") from None
+        raise CheckpointError(
+            f"{file} cannot be read as safetensors: {error}. fix: copy or export the folder again"
+        ) from None
     with opened:
         for name in opened.keys():  # noqa: SIM118  (no mapping: it has keys() and cannot be iterated over)
             part = opened.get_slice(name)
             shape, dtype = torch.Size(part.get_shape()), part.get_dtype()
             if dtype not in dtypes:
-                raise CheckpointError(f"tensor {name!r} is of dtype {dtype}, which is not supported")
+                raise CheckpointError(
+                    f"{file}: tensor {name!r} is of dtype {dtype}, which PyTorch's reader does not know. fix: convert "
+                    f"the file to one of {', '.join(dtypes)}"
+                )
             chunk = ChunkStorageMetadata(torch.Size([0] * len(shape)), shape)
             yield name, TensorStorageMetadata(TensorProperties(dtypes[dtype]), shape, [chunk])
 
@@ -169,10 +179,18 @@ def _listed_files(path: Path) -> dict[Path, list[str]]:
         by_tensor = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         for tensor, name in by_tensor.items():
             if Path(name).name != name:
-                raise CheckpointError(f"{index} names the file {name!r}, which lies outside of {path}")
+                raise CheckpointError(
+                    f"{index} names the file {name!r}, which lies outside of {path}. fix: put all files into one "
+                    "folder, and name them without a path"
+                )
             files.setdefault(path / name, []).append(tensor)
     except FileNotFoundError:
-        raise CheckpointError(f"{path} holds no weights (looked for {SINGLE} and {INDEX})") from None
+        raise CheckpointError(
+            f"{path} holds no weights (looked for {SINGLE} and {INDEX}). fix: give the path of a folder with one of "
+            "them, or of one safetensors file"
+        ) from None
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
-        raise CheckpointError(f"{index} is damaged ({type(error).__name__}: {error})") from None
+        raise CheckpointError(
+            f"{index} is damaged ({type(error).__name__}: {error}). fix: copy or export the folder again"
+        ) from None
     return files

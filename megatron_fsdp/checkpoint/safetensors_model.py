@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from megatron_fsdp.checkpoint.async_save import finish_pending_save
 from megatron_fsdp.checkpoint.foreign import read_model, read_values
 from megatron_fsdp.checkpoint.manifest import tensors_of
 from megatron_fsdp.checkpoint.model_state import announce_change, match_model, view_model, whole
@@ -92,7 +91,6 @@ def import_safetensors(
         export_safetensors(model, "out", name_map={"blocks.*.linear.weight": "model.layers.*.mlp.weight"})
         import_safetensors(model, "out", name_map={"blocks.*.linear.weight": "model.layers.*.mlp.weight"})
     """
-    finish_pending_save()
     ranks = checkpoint_ranks("calls import_safetensors")
     view = view_model(model)
     names = NameMap(name_map or {}).translate(view.tensors)
@@ -153,7 +151,7 @@ class NameMap:
         for here, there in self.patterns.items():
             if here.count("*") != there.count("*"):
                 raise ConfigError(
-                    f"name map: {here!r} and {there!r} have different numbers of *; wanted as many in both"
+                    f"name map: {here!r} and {there!r} have different numbers of *. fix: write as many in both"
                 )
 
     @classmethod
@@ -162,9 +160,9 @@ class NameMap:
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise ConfigError(f"name map {path} cannot be read: {error}") from None
+            raise ConfigError(f"name map {path} cannot be read: {error}. fix: give a JSON file") from None
         if not isinstance(content, dict) or not all(isinstance(there, str) for there in content.values()):
-            raise ConfigError(f'name map {path} holds no object of strings; wanted {{"name here": "name there"}}')
+            raise ConfigError(f'name map {path} holds no object of strings. fix: write {{"name here": "name there"}}')
         return cls(content)
 
     def translate(self, names: Iterable[str]) -> dict[str, str]:
@@ -181,7 +179,9 @@ class NameMap:
             found[name] = "".join(literal + next(parts, "") for literal in there.split("*")) if match else name
             other = taken.setdefault(found[name], name)
             if other != name:
-                raise ConfigError(f"name map: {other!r} and {name!r} both become {found[name]!r}; make them distinct")
+                raise ConfigError(
+                    f"name map: {other!r} and {name!r} both become {found[name]!r}. fix: make them distinct"
+                )
         return found
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from megatron_fsdp.checkpoint.api import load_checkpoint, start_save
-from megatron_fsdp.checkpoint.async_save import SaveHandle, finish_pending_save
+from megatron_fsdp.checkpoint.async_save import SaveHandle
 from megatron_fsdp.checkpoint.manifest import DamagedCheckpointError, is_whole, sync, write_synced
 from megatron_fsdp.checkpoint.ranks import checkpoint_ranks
 from megatron_fsdp.checkpoint.scratch import (
@@ -98,12 +98,14 @@ class CheckpointSeries:
         try:
             content = file.read_bytes().strip()
         except OSError as error:
-            raise ConfigError(f"{file} cannot be read ({error}); wanted a file with a step in it") from None
+            raise ConfigError(
+                f"{file} cannot be read ({error}). fix: make it a readable file with a step in it, or remove it"
+            ) from None
         number = content.removeprefix(self.prefix.encode())
         if not number.isdigit():
             raise ConfigError(
-                f"{file} holds {content[:80].decode(errors='backslashreplace')!r}; wanted the number of a step, or "
-                f"{self.path(100).name}"
+                f"{file} holds {content[:80].decode(errors='backslashreplace')!r}. fix: write the number of a step "
+                f"into it, or a name such as {self.path(100).name}; or remove it"
             )
         return int(number)
 
@@ -128,7 +130,7 @@ class CheckpointSeries:
             CheckpointError: as ``save_checkpoint``; the pointer still names the previous checkpoint.
         """
         if keep_last is not None and keep_last < 1:
-            raise ConfigError(f"keep_last={keep_last}; wanted at least 1, or None to keep all")
+            raise ConfigError(f"keep_last={keep_last}. fix: give at least 1, or None to keep all")
         # The working directory may change while the save runs in the background.
         series = dataclasses.replace(self, root=self.folder.absolute())
 
@@ -148,7 +150,6 @@ class CheckpointSeries:
             CheckpointError: as ``load_checkpoint``. ``DamagedCheckpointError`` if there are checkpoints, but all of
                 them are damaged.
         """
-        finish_pending_save()
         steps = checkpoint_ranks("calls CheckpointSeries.load").agree(
             f"looking for checkpoints in {self.folder}", lambda: None, lambda _: self.steps()
         )

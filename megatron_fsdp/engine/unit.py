@@ -247,6 +247,12 @@ class Unit:
         self.rests_final = all(buffer.rests_final for buffer in self.gradients)
 
     @property
+    def is_in_backward(self) -> bool:
+        """True while a backward is in the unit and may read the gathered weights."""
+        state = self.root.backward
+        return is_in_backward() and self.reference in state.active and self.reference not in state.closed
+
+    @property
     def gathered_bytes(self) -> int:
         """The bytes that a gather of the unit allocates; weights that rest whole do not count."""
         return sum(group.gathered.nbytes for group in self.groups if not group.rests_whole)

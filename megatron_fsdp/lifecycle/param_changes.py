@@ -278,6 +278,7 @@ def before_state_dict(unit: Unit, module: nn.Module, prefix: str, keep_vars: boo
 
     Raises:
         CheckpointError: Hugging Face's ``save_pretrained`` asks, of a model that is no unit itself.
+        StateError: called inside ``unsharded()``, or in a backward of the unit.
     """
     saved = _saved_by_save_pretrained()
     if saved is not None:
@@ -287,6 +288,11 @@ def before_state_dict(unit: Unit, module: nn.Module, prefix: str, keep_vars: boo
             f"unit {unit.name!r}: state_dict() inside unsharded() would return weights whose memory goes when the "
             "block ends. fix: call model.state_dict() or full_state_dict(model) outside of the block; inside, "
             "{name: p.detach().clone() for name, p in model.named_parameters()} copies whole weights"
+        )
+    if unit.is_in_backward:
+        raise StateError(
+            f"unit {unit.name!r}: state_dict() in a backward of the unit, which needs the gathered weights. fix: call "
+            "it after backward() has returned"
         )
     unit.reshard()
 

@@ -182,7 +182,8 @@ def tensor_checksums(tensors: Sequence[tuple[str, torch.Tensor]]) -> list[int]:
     """
     if not tensors:
         return []
-    found = [dbuffer_kernels.checksum(tensor.contiguous(), key=checksum_key(name)) for name, tensor in tensors]
+    real = [(name, torch.view_as_real(each) if each.is_complex() else each) for name, each in tensors]
+    found = [dbuffer_kernels.checksum(tensor.contiguous(), key=checksum_key(name)) for name, tensor in real]
     return [int(number) % (1 << 64) for number in torch.stack([each.to(found[0].device) for each in found]).tolist()]
 
 

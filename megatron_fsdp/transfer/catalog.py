@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.checkpoint.model_state import canonical, unwrapped
 from megatron_fsdp.engine.param_group import ParameterGroup, group_of_parameter
-from megatron_fsdp.engine.unit import units_below
+from megatron_fsdp.engine.unit import Unit, units_below
 from megatron_fsdp.errors import ConfigError, StateError
 
-__all__ = ["CatalogGroup", "LooseWeight", "ShardedWeight", "WeightCatalog"]
+__all__ = ["CatalogGroup", "LooseWeight", "ShardedWeight", "WeightCatalog", "check_wire_dtype"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +39,19 @@ class LooseWeight:
 
     Attributes:
         tensor: the value: plain and whole on every rank, or a DTensor that ``fully_shard`` did not make.
+        addition: returns what is added before it is sent, in a dtype, such as a merged adapter.
     """
 
     name: str
     aliases: tuple[str, ...]
     tensor: torch.Tensor
     is_buffer: bool
+    addition: Callable[[torch.dtype], torch.Tensor] | None = None
+
+    def value(self) -> torch.Tensor:
+        """Return the whole value to send; every rank of a DTensor must call it."""
+        found = self.tensor.full_tensor() if isinstance(self.tensor, DTensor) else self.tensor
+        return found if self.addition is None else found.clone().add_(self.addition(found.dtype).to(found.device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +86,8 @@ class WeightCatalog:
         """Look at a model between steps; its units are resharded, nothing else changes, nothing is sent.
 
         Raises:
-            StateError: parameters are on the meta device, or were replaced by other tensors.
+            StateError: parameters are on the meta device, or were replaced by other tensors; or the model is in a
+                backward or in an ``unsharded()`` block.
             ConfigError: a parameter without a whole value (packed subclasses, Megatron's own tensor parallelism).
         """
         for module in model.modules():
@@ -87,6 +96,7 @@ class WeightCatalog:
         plain = unwrapped(model)
         for unit in units_below(plain):
             unit.refuse_replaced_params()
+            _refuse_use(unit)
             unit.reshard()
         by_parameter: dict[int, tuple[nn.Parameter, list[str]]] = {}
         for name, parameter in plain.named_parameters(remove_duplicate=False):
@@ -108,12 +118,35 @@ class WeightCatalog:
         return cls(groups, tuple(loose), _ranks_of(each.group for each in groups))
 
 
+def _refuse_use(unit: Unit) -> None:
+    if unit.num_holds:
+        raise StateError(
+            f"unit {unit.name!r}: its weights are to be sent inside unsharded(), where the module shows weights in the "
+            "compute dtype and not the main weights. fix: send them after the block"
+        )
+    if unit.is_in_backward:
+        raise StateError(
+            f"unit {unit.name!r}: its weights are to be sent in a backward, which needs the gathered weights. fix: "
+            "send them after backward() has returned"
+        )
+
+
+def check_wire_dtype(dtype: torch.dtype | None) -> None:
+    """Raise ``ConfigError`` for a dtype to send that would cut the fractions off weights."""
+    if dtype is not None and not dtype.is_floating_point:
+        raise ConfigError(
+            f"dtype={dtype}: weights are sent as floating-point numbers, and a cast to {dtype} would cut off their "
+            "fractions. fix: dtype=None sends each in its own dtype; or give a floating-point dtype and quantize at "
+            "the receiver"
+        )
+
+
 def _sharded(group: ParameterGroup, parameter: torch.Tensor, names: list[str]) -> ShardedWeight:
     index = next(index for index, param in enumerate(group.parameters.values()) if param is parameter)
     if group.is_meta:
         raise StateError(
             f"unit {group.name!r}: parameter {names[0]!r} is on the meta device still, so it has no value to send. "
-            "fix: call materialize(model), or load a checkpoint, first"
+            "fix: call materialize(model) first; or model.to_empty(device=...), and load a checkpoint"
         )
     owned = group.owned[index]
     if owned.extension is not None and owned.extension.is_packed:

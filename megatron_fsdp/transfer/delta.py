@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 import dbuffer_kernels
 from dbuffer.collectives.all_reduce import reduce_numbers
@@ -21,10 +20,10 @@ from dbuffer.mesh import MeshAxis
 from megatron_fsdp.checkpoint.model_state import unwrapped
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.engine.streams import CallerStreams
-from megatron_fsdp.errors import ConfigError, TransferError
+from megatron_fsdp.errors import ConfigError, StateError, TransferError
 from megatron_fsdp.formatting import format_bytes
 from megatron_fsdp.transfer.bucket import checksum_key, places_of, tensor_checksums
-from megatron_fsdp.transfer.catalog import CatalogGroup, LooseWeight, WeightCatalog
+from megatron_fsdp.transfer.catalog import CatalogGroup, LooseWeight, WeightCatalog, check_wire_dtype
 from megatron_fsdp.transfer.gather import Piece, RegionGather, Shards, gather_regions, own_values
 from megatron_fsdp.transfer.handshake import Handshake
 from megatron_fsdp.transfer.versions import refuse_steps, tracker_of
@@ -117,12 +116,27 @@ class DeltaReport:
 
 @dataclass(slots=True)
 class _Remembered:
-    """This rank's shards at a version, by the group's position, and loose weights by name."""
+    """This rank's shards at a version, of each parameter group in turn, and loose weights by name."""
 
     version: int
     dtype: torch.dtype
+    groups: list[weakref.ref[ParameterGroup]]
     shards: list[torch.Tensor]
     loose: dict[str, torch.Tensor]
+
+    def difference(self, catalog: WeightCatalog) -> str:
+        """Return words for what the model has other than when this was remembered; empty if only values differ."""
+        groups = [each.group for each in catalog.groups]
+        for number in range(max(len(groups), len(self.groups))):
+            known = self.groups[number]() if number < len(self.groups) else None
+            if number == len(groups):
+                return f"unit {known.name!r} is not in the model" if known is not None else "a unit was sharded anew"
+            if groups[number] is not known:
+                return f"the parameters of unit {groups[number].name!r} were sharded since"
+        names = {weight.name for weight in catalog.loose}
+        if names != self.loose.keys():
+            return f"the model has other plain weights: {', '.join(map(repr, sorted(names ^ self.loose.keys())))}"
+        return ""
 
 
 _REMEMBERED: weakref.WeakKeyDictionary[nn.Module, _Remembered] = weakref.WeakKeyDictionary()
@@ -144,6 +158,7 @@ def remember_weights(model: nn.Module, *, dtype: torch.dtype = torch.bfloat16) -
         for delta in weight_stream(model, changed_since=version):
             print(delta.kind, len(delta.entries), "tensors")
     """
+    check_wire_dtype(dtype)
     catalog = WeightCatalog.of(model)
     for each in catalog.groups:
         if each.group.owned[0].split is not None:
@@ -154,8 +169,12 @@ def remember_weights(model: nn.Module, *, dtype: torch.dtype = torch.bfloat16) -
     shards = [_own_shard(each.group, dtype) for each in catalog.groups]
     loose = {weight.name: _wire(weight, dtype).clone() for weight in catalog.loose}
     version = tracker_of(model).current()
-    _REMEMBERED[unwrapped(model)] = _Remembered(version, dtype, shards, loose)
+    _REMEMBERED[unwrapped(model)] = _Remembered(version, dtype, _references(catalog), shards, loose)
     return version
+
+
+def _references(catalog: WeightCatalog) -> list[weakref.ref[ParameterGroup]]:
+    return [weakref.ref(each.group) for each in catalog.groups]
 
 
 def forget_weights(model: nn.Module) -> None:
@@ -172,7 +191,7 @@ def _own_shard(group: ParameterGroup, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _wire(weight: LooseWeight, dtype: torch.dtype) -> torch.Tensor:
-    value = weight.tensor.full_tensor() if isinstance(weight.tensor, DTensor) else weight.tensor
+    value = weight.value()
     return value.to(dtype) if value.is_floating_point() and not weight.is_buffer else value
 
 
@@ -201,6 +220,11 @@ class DeltaStream(Iterator[DeltaBucket]):
             )
         self._model, self._remembered, self.since = model, remembered, since
         self._catalog, self._tracker = WeightCatalog.of(model), tracker_of(model)
+        if difference := remembered.difference(self._catalog):
+            raise TransferError(
+                f"weight_stream(changed_since={since}): {difference}, so the difference from version {since} is not "
+                "known. fix: version = remember_weights(model), send all weights once, then changed_since=version"
+            )
         self.version = self._tracker.current()
         self._report: DeltaReport | None = None
         # What the receiver has after the stream: a buffer may change during it.
@@ -235,12 +259,21 @@ class DeltaStream(Iterator[DeltaBucket]):
         self._is_done = True
         self._running.close()  # type: ignore[attr-defined]  # a generator
 
+    def _check_version(self) -> None:
+        if (found := self._tracker.current()) != self.version:
+            raise StateError(
+                f"weight_stream(changed_since={self.since}): main weights were changed after the call, so the stream "
+                f"would send version {found} as version {self.version}. fix: call weight_stream after the change, and "
+                "iterate it before the next one"
+            )
+
     def _run(self) -> Iterator[DeltaBucket]:
         catalog, remembered = self._catalog, self._remembered
         versions = (remembered.version, self.version)
         handshake = Handshake(catalog.ranks, "weight_stream(model, changed_since=...)", 1 + len(catalog.groups))
         try:
             try:
+                self._check_version()
                 refuse_steps(handshake, self._tracker)
                 self._caller.before_gather()
                 own = [_own_shard(each.group, remembered.dtype) for each in catalog.groups]
@@ -253,7 +286,8 @@ class DeltaStream(Iterator[DeltaBucket]):
             sums = _checksums(catalog, own)
             loose = _changed_loose(catalog, remembered)
             sent = {weight.name: value for weight, value in loose}
-            self._sent = _Remembered(self.version, remembered.dtype, own, {**remembered.loose, **sent})
+            loose_now = {**remembered.loose, **sent}
+            self._sent = _Remembered(self.version, remembered.dtype, remembered.groups, own, loose_now)
             self._report = _report(catalog, counts, own, loose)
             self._caller.bucket_landed()
             for each, new, old, mask, count in zip(
@@ -322,7 +356,15 @@ def _checksums(catalog: WeightCatalog, own: list[torch.Tensor]) -> dict[str, int
 def _changed_loose(catalog: WeightCatalog, remembered: _Remembered) -> list[tuple[LooseWeight, torch.Tensor]]:
     found = [(weight, _wire(weight, remembered.dtype)) for weight in catalog.loose]
     # Copies: the next forward or step changes a buffer or a weight that is here in its own memory.
-    return [(weight, value.clone()) for weight, value in found if not torch.equal(value, remembered.loose[weight.name])]
+    return [(weight, value.clone()) for weight, value in found if not _is_same(value, remembered.loose[weight.name])]
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors have one dtype, one shape and the same bits: -0.0 is not 0.0, a NaN is itself."""
+    if one.dtype is not other.dtype or one.shape != other.shape or one.device != other.device:
+        return False
+    flat = (each.contiguous().reshape(-1).view(torch.uint8) for each in (one, other))
+    return torch.equal(*flat)
 
 
 def _is_sparse(numel: int, count: int, itemsize: int) -> bool:
@@ -412,8 +454,8 @@ def apply_delta(state: Mapping[str, torch.Tensor], bucket: DeltaBucket, *, versi
         version: of the weights that the receiver has.
         verify: compare the result with the checksums of the table; reads each tensor once.
     Raises:
-        TransferError: the receiver has another version, a tensor has no place, another shape or dtype, or the result
-            differs from the trainer's weights.
+        TransferError: the receiver has another version, or a tensor has no place, another shape or dtype; nothing was
+            written. Or the result differs from the trainer's weights.
 
     Example:
         state, version = dict(weight_stream(model)), remember_weights(model)  # the receiver's state
@@ -426,17 +468,10 @@ def apply_delta(state: Mapping[str, torch.Tensor], bucket: DeltaBucket, *, versi
             f"a delta from version {bucket.since} to {bucket.version} arrived, and the receiver has version {version}. "
             "fix: send all weights once (weight_stream without changed_since), then deltas since that version"
         )
-    checked = []
-    for entry in bucket.entries:
-        for place in places_of(state, entry.name, entry.aliases, entry.shape):
-            if place.dtype is not entry.dtype or not place.is_contiguous():
-                raise TransferError(
-                    f"tensor {entry.name!r} is {place.dtype} with strides {place.stride()} at the receiver, and the "
-                    f"delta is of contiguous {entry.dtype}. fix: weight_stream(dtype={place.dtype}), or send it whole"
-                )
-            _change(place.detach().view(-1), bucket, entry)
-            if entry.checksum is not None:
-                checked.append((entry, place))
+    places = [(entry, place) for entry in bucket.entries for place in _places(state, entry)]
+    for entry, place in places:
+        _change(place.detach().view(-1), bucket, entry)
+    checked = [(entry, place) for entry, place in places if entry.checksum is not None]
     if verify:
         found = tensor_checksums([(entry.name, place.detach()) for entry, place in checked])
         for (entry, _), number in zip(checked, found, strict=True):
@@ -446,6 +481,17 @@ def apply_delta(state: Mapping[str, torch.Tensor], bucket: DeltaBucket, *, versi
                     f"and {entry.checksum:016x} at the trainer. fix: send all weights once: the delta arrived changed, "
                     "or the receiver's weights were not those of the version before"
                 )
+
+
+def _places(state: Mapping[str, torch.Tensor], entry: DeltaEntry) -> list[torch.Tensor]:
+    found = places_of(state, entry.name, entry.aliases, entry.shape)
+    for place in found:
+        if place.dtype is not entry.dtype or not place.is_contiguous():
+            raise TransferError(
+                f"tensor {entry.name!r} is {place.dtype} with strides {place.stride()} at the receiver, and the "
+                f"delta is of contiguous {entry.dtype}. fix: weight_stream(dtype={place.dtype}), or send it whole"
+            )
+    return found
 
 
 def _change(flat: torch.Tensor, bucket: DeltaBucket, entry: DeltaEntry) -> None:

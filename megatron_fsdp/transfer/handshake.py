@@ -22,6 +22,8 @@ class Handshake:
         self._ranks, self._what, self._count = ranks, what, count
         self._num_met = 0
         self._is_over = False
+        # Of the first meeting; the next ones name it, so that ranks do not mix two streams.
+        self._name = ""
 
     def meet(self, lines: Sequence[str] = ()) -> None:
         """Wait until all ranks are about to gather the next bucket.
@@ -29,15 +31,18 @@ class Handshake:
         Raises:
             AgreementError, MeshError: a rank left, ended, or is about to do something else.
         """
+        begun = [f"the stream that began with meeting {self._name.rpartition(' ')[2]}"] if self._name else []
         try:
-            meet(
-                self._ranks, f"gathers bucket {self._num_met} of {self._what}", lines,
+            name = meet(
+                self._ranks, f"gathers bucket {self._num_met} of {self._what}", [*begun, *lines],
                 "the ranks would send different weights",
-                f"fix: call {self._what} with the same arguments on every rank, and iterate it to its end on all",
+                f"fix: call {self._what} with the same arguments on every rank, and iterate it to its end on all; of "
+                "several streams, ask for their buckets in the same order on every rank",
             )  # fmt: skip
         except BaseException:
             self.cut_off()
             raise
+        self._name = self._name or name
         self._num_met += 1
 
     def fail(self, error: BaseException) -> None:

@@ -37,7 +37,7 @@ from megatron_fsdp.transfer.layouts import Parts, TransferLayout, box_ranges, pl
 from megatron_fsdp.transfer.move import Mover
 from megatron_fsdp.transfer.optimizer_move import OptimizerMove
 from megatron_fsdp.transfer.transfer_plan import TransferPlan, plan_transfer
-from megatron_fsdp.transfer.versions import is_being_sent, tracker_of
+from megatron_fsdp.transfer.versions import groups_replaced, is_being_sent
 from megatron_fsdp.transfer.weight_layout import held_elements, shards_by_rank
 from megatron_fsdp.variants.forward_order import order_of
 from megatron_fsdp.variants.memory_slots import reshard_to
@@ -153,6 +153,12 @@ def _check(model: nn.Module, units: Sequence[Unit], optimizers: Sequence[Optimiz
             raise StateError(
                 f"reshard_: an unsharded() block keeps the weights of unit {unit.name!r} gathered. fix: call reshard_ "
                 "after the block"
+            )
+        # The call of several modules stays open while one of them has not run.
+        if unit.open_call is not None and len(unit.module_ids) == 1:
+            raise StateError(
+                f"reshard_: unit {unit.name!r} is in a forward. fix: call reshard_ after the forward has "
+                "returned; after an interrupted forward call model.reset_iter_state() first"
             )
         settle(unit.root)
         unit.reshard()
@@ -432,22 +438,27 @@ class _Prepared:
             return
         before = _Before(units)
         try:
-            for unit in units:
-                made = []
-                for move, weights in zip(self._moves, self._weights, strict=True):
-                    if move.unit is unit:
-                        owned, plan, spec = move.plan.owned, move.plan.plan, move.plan.spec
-                        params = [place.param for place in move.places]
-                        made.append(make_over(params, owned, plan, spec, move.like, weights))
-                unit.set_groups(made)
-            _follow(units, before)
-            self._state.commit()
+            with groups_replaced():
+                for unit in units:
+                    self._replace_groups(unit)
+                _follow(units, before)
+                self._state.commit()
         except BaseException:
             before.restore()
             self._state.undo()
             raise
-        tracker_of(model).follow(model)
         forget_weights(model)
+
+    def _replace_groups(self, unit: Unit) -> None:
+        num_changes, made = unit.count_changes(), []
+        for move, weights in zip(self._moves, self._weights, strict=True):
+            if move.unit is unit:
+                owned, plan, spec = move.plan.owned, move.plan.plan, move.plan.spec
+                params = [place.param for place in move.places]
+                made.append(make_over(params, owned, plan, spec, move.like, weights))
+        unit.set_groups(made)
+        # A graph that was kept (retain_graph=True) reads the memory of the old groups: its next backward is refused.
+        made[0].freshness.num_changes += num_changes
 
 
 class _Left(StepHooks[Unit, Call]):

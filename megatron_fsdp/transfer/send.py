@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 from megatron_fsdp.checks.rendezvous import meet, report_failure
 from megatron_fsdp.errors import TransferError
 from megatron_fsdp.transfer.bucket import BucketEntry
-from megatron_fsdp.transfer.layouts import Parts, TransferLayout
+from megatron_fsdp.transfer.layouts import Parts, TransferLayout, box_ranges
 from megatron_fsdp.transfer.move import Mover
 from megatron_fsdp.transfer.transfer_plan import TransferPlan
 from megatron_fsdp.transfer.weight_layout import own_weights
@@ -57,7 +58,7 @@ def receive_weights(
         tensors: contiguous, of the dtype that is sent; each has the shape of this rank's slice. plan, group: as in
             ``send_weights``.
     Raises:
-        TransferError: a tensor is missing, or has another size or dtype; nothing was written.
+        TransferError: a tensor is missing, or has another shape or dtype; nothing was written.
         AgreementError: another rank raised, ended, or did not come; tensors may have old and new values then.
 
     Example:
@@ -134,8 +135,42 @@ def _targets(layout: TransferLayout, rank: int, into: Mapping[str, torch.Tensor]
                 f"rank {rank}, which gets {wanted} contiguous bytes of {entry.dtype} {entry.shape}. fix: "
                 f"weight_layout(model, dtype={tensor.dtype}), and dims of TransferLayout.sliced that fit the engine"
             )
+        shapes = _slice_shapes(entry, parts)
+        if shapes and tuple(tensor.shape) not in shapes:
+            raise TransferError(
+                f"tensor {entry.name!r} is {tuple(tensor.shape)} at rank {rank}, which gets a slice of shape "
+                f"{' or '.join(map(str, shapes))} of {entry.shape}. fix: dims of TransferLayout.sliced that fit the "
+                "engine, or receive into a tensor of the slice's shape and transpose it"
+            )
         found.append(tensor.detach())
     return found
+
+
+def _slice_shapes(entry: BucketEntry, parts: Parts) -> list[tuple[int, ...]]:
+    """Return the shapes that a rank's bytes of a tensor may have: slices along one dimension; empty for other parts."""
+    begin, end = entry.offset, entry.offset + entry.num_bytes
+    inside = (parts.starts < end) & (parts.stops > begin)
+    held = torch.stack([parts.starts[inside].clamp(min=begin), parts.stops[inside].clamp(max=end)], dim=1)
+    num_bytes, found = int((held[:, 1] - held[:, 0]).sum()), []
+    if num_bytes == entry.num_bytes:
+        return [entry.shape]
+    for dim, size in enumerate(entry.shape):
+        length, rest = divmod(num_bytes * size, entry.num_bytes)
+        if rest:
+            continue
+        inner = math.prod(entry.shape[dim + 1 :]) * entry.dtype.itemsize
+        first = (int(held[0, 0]) - begin) // inner % size
+        box = [range(each) for each in entry.shape]
+        box[dim] = range(first, min(first + length, size))
+        if torch.equal(_joined(box_ranges(entry, box)), _joined(held)):
+            found.append((*entry.shape[:dim], length, *entry.shape[dim + 1 :]))
+    return list(dict.fromkeys(found))
+
+
+def _joined(ranges: torch.Tensor) -> torch.Tensor:
+    """Join (start, stop) pairs, (n, 2) and ascending, that follow one another without a gap."""
+    ends, edge = ranges[1:, 0] != ranges[:-1, 1], torch.ones(1, dtype=torch.bool)
+    return torch.stack([ranges[torch.cat([edge, ends]), 0], ranges[torch.cat([ends, edge]), 1]], dim=1)
 
 
 def _bytes_of(entry: BucketEntry, parts: Parts) -> int:

@@ -11,7 +11,6 @@ from typing import Any, overload
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from dbuffer.collectives.waits import wait_for
 from megatron_fsdp.checkpoint.safetensors_model import NameMap
@@ -19,7 +18,7 @@ from megatron_fsdp.engine.param_group import ParameterGroup, group_of_parameter
 from megatron_fsdp.engine.streams import CallerStreams
 from megatron_fsdp.errors import AgreementError, ConfigError, StateError, TransferError
 from megatron_fsdp.transfer.bucket import WeightBucket, tensor_checksums
-from megatron_fsdp.transfer.catalog import WeightCatalog
+from megatron_fsdp.transfer.catalog import WeightCatalog, check_wire_dtype
 from megatron_fsdp.transfer.delta import DeltaStream
 from megatron_fsdp.transfer.gather import Piece, RegionGather, assemble, gather_regions
 from megatron_fsdp.transfer.handshake import Handshake
@@ -91,11 +90,12 @@ def weight_stream(  # noqa: PLR0913  # options, each of which stands alone
             if dist.get_rank() == 0:
                 print(name, tensor.shape)
     """
+    check_wire_dtype(dtype)
     if changed_since is not None:
-        if names or merge_lora or dtype is None:
+        if names or merge_lora or dtype is None or device is not None:
             raise ConfigError(
-                "weight_stream(changed_since=...) sends changes under the model's own names, in one dtype. fix: leave "
-                "names= and merge_lora= out, and give a dtype"
+                "weight_stream(changed_since=...) sends changes under the model's own names, in one dtype, on the "
+                "compute device. fix: leave names=, merge_lora= and device= out, and give a dtype"
             )
         return DeltaStream(model, changed_since, dtype)
     catalog = WeightCatalog.of(model)
@@ -229,8 +229,7 @@ class _Flight:
             assemble(local, piece.split, [entry.view(self.memory) for entry in placed.entries])
         self.scratch = []
         for weight, entry in self.planned.loose:
-            value = weight.tensor.full_tensor() if isinstance(weight.tensor, DTensor) else weight.tensor
-            entry.view(self.memory).copy_(value)
+            entry.view(self.memory).copy_(weight.value())
 
 
 class _Session:

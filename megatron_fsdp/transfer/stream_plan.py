@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -184,7 +184,9 @@ def plan_stream(
         ConfigError: ``bucket_bytes`` is no positive number.
     """
     if bucket_bytes < 1:
-        raise ConfigError(f"weight_stream(bucket_bytes={bucket_bytes}): give the size of a bucket in bytes, above 0")
+        raise ConfigError(
+            f"weight_stream(bucket_bytes={bucket_bytes}). fix: give the size of a bucket in bytes, above 0"
+        )
     packing = _Packing(bucket_bytes)
     for unit in _units(catalog.groups):
         pieces = [_piece(each, each.weights, dtype, additions) for each in unit if each.weights]
@@ -204,7 +206,7 @@ def plan_stream(
         packing.make_room(_aligned(size))
         names = tuple(map(rename, weight.aliases))
         entry = BucketEntry(rename(weight.name), wire, tuple(weight.tensor.shape), packing.take(size), names)
-        packing.loose.append((weight, entry))
+        packing.loose.append((replace(weight, addition=_addition(weight, additions)), entry))
     packing.end()
     return StreamPlan(tuple(packing.done), _report(packing.done, adapter_bytes))
 
@@ -233,8 +235,24 @@ def _piece(
     if len(weights) < len(each.weights):
         last = weights[-1].index
         start, stop = plan.offsets[weights[0].index], plan.offsets[last] + plan.tensor_numel(last)
-    added = {weight.index: additions[weight.name] for weight in weights if weight.name in additions}
-    return Piece(group, tuple(weights), start, stop, wire, added)
+    added = {weight.index: _addition(weight, additions) for weight in weights}
+    given = {index: addition for index, addition in added.items() if addition is not None}
+    return Piece(group, tuple(weights), start, stop, wire, given)
+
+
+def _addition(weight: ShardedWeight | LooseWeight, additions: Mapping[str, Addition]) -> Addition | None:
+    """Return the addition to a weight, under whichever of its names.
+
+    Raises:
+        ConfigError: two of its names have one.
+    """
+    names = [name for name in (weight.name, *weight.aliases) if name in additions]
+    if len(names) > 1:
+        raise ConfigError(
+            f"weights {names[0]!r} and {names[1]!r} are one tensor (tied), and each has an adapter, which a stream "
+            "cannot merge. fix: weight_stream(model), which sends the adapters as they are"
+        )
+    return additions[names[0]] if names else None
 
 
 def _windows(

@@ -94,7 +94,8 @@ class TransferPlan:
 
     def fingerprint(self) -> str:
         """Return a digest of the plan, which ranks compare before they send."""
-        digest = hashlib.sha256(repr((self.source.num_bytes, self.rounds)).encode())
+        tensors = self.source.tensors, self.target.tensors
+        digest = hashlib.sha256(repr((self.source.num_bytes, self.rounds, tensors)).encode())
         for each in (self.messages.source, self.messages.target, self.messages.start, self.messages.stop):
             digest.update(bytes(each.contiguous().view(torch.uint8).tolist()))
         return digest.hexdigest()[:16]

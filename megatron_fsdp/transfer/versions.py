@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -17,7 +18,7 @@ from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.engine.unit import units_below
 from megatron_fsdp.errors import StateError
 
-__all__ = ["WeightTracker", "is_being_sent", "refuse_steps", "tracker_of", "weight_version"]
+__all__ = ["WeightTracker", "groups_replaced", "is_being_sent", "refuse_steps", "tracker_of", "weight_version"]
 
 
 def weight_version(model: nn.Module) -> int:
@@ -38,17 +39,14 @@ def weight_version(model: nn.Module) -> int:
 class WeightTracker:
     """The version of one model's weights.
 
+    The model's units and parameters are looked up each time: ``fully_shard``, ``reshard_`` and the user change them.
+
     Attributes:
-        parameters: the identities of the model's parameters, sharded and plain.
-        num_steps: of optimizers that step any of them.
+        num_steps: of optimizers that step any parameter of the model.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        plain = unwrapped(model)
-        self._groups = [weakref.ref(group) for unit in units_below(plain) for group in unit.groups]
-        groups = list(self._alive())
-        sharded = (parameter for group in groups for parameter in group.parameters.values())
-        self.parameters = frozenset(map(id, (*sharded, *plain.parameters())))
+        self._model = weakref.ref(unwrapped(model))
         self.num_steps = 0
         self._version = self._steps_seen = 0
         self._counted = self._counters()
@@ -56,39 +54,45 @@ class WeightTracker:
     def current(self) -> int:
         """Return the version, after a look at the counters of changes."""
         counted, steps = self._counters(), self.num_steps - self._steps_seen
-        if steps or counted != self._counted:
+        if steps or any(self._counted.get(group) != count for group, count in counted.items()):
             self._version += max(steps, 1)
         self._counted, self._steps_seen = counted, self.num_steps
         return self._version
 
-    def follow(self, model: nn.Module) -> None:
-        """Count changes of the parameter groups that the model has now; that they are others is no change."""
-        version = self.current()
-        self._groups = [weakref.ref(group) for unit in units_below(unwrapped(model)) for group in unit.groups]
-        self._counted, self._version = self._counters(), version
+    def accept_groups(self) -> None:
+        """Take the parameter groups that the model has now as unchanged."""
+        self._counted = self._counters()
 
     def has_any(self, optimizer: Optimizer) -> bool:
         """Return whether an optimizer has any parameter of the model."""
-        return any(
-            id(parameter) in self.parameters for group in optimizer.param_groups for parameter in group["params"]
-        )
+        stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        return any(id(parameter) in stepped for parameter in self._parameters())
 
-    def _alive(self) -> Iterable[ParameterGroup]:
-        return (group for reference in self._groups if (group := reference()) is not None)
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        """Yield the model's parameters, sharded and plain ones; those of the first unit first."""
+        for group in self._groups():
+            yield from group.parameters.values()
+        model = self._model()
+        if model is not None:
+            yield from model.parameters()
 
-    def _counters(self) -> tuple[int, ...]:
-        return tuple(
-            sum(tensor._version for tensor in (group.weights.main.local_buffer, *group.fsdp_params.counted))
-            for group in self._alive()
-            if not group.is_meta and group.weights.main.storage.is_allocated
-        )
+    def _groups(self) -> Iterator[ParameterGroup]:
+        model = self._model()
+        for unit in units_below(model) if model is not None else ():
+            yield from unit.groups
+
+    def _counters(self) -> weakref.WeakKeyDictionary[ParameterGroup, int]:
+        """Return the sum of version counters of each group's main weights; -1 for weights without memory."""
+        found: weakref.WeakKeyDictionary[ParameterGroup, int] = weakref.WeakKeyDictionary()
+        for group in self._groups():
+            found[group] = -1
+            if not group.is_meta and group.weights.main.storage.is_allocated:
+                counted = (group.weights.main.local_buffer, *group.fsdp_params.counted)
+                found[group] = sum(tensor._version for tensor in counted)
+        return found
 
 
 _TRACKERS: weakref.WeakKeyDictionary[nn.Module, WeightTracker] = weakref.WeakKeyDictionary()
-# Which of them an optimizer steps, and how many parameters it had then.
-_STEPPED: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[weakref.ref[WeightTracker]]]] = (
-    weakref.WeakKeyDictionary()
-)
 _hook: list[Any] = []
 
 
@@ -98,22 +102,25 @@ def tracker_of(model: nn.Module) -> WeightTracker:
     known = _TRACKERS.get(key)
     if known is None:
         known = _TRACKERS[key] = WeightTracker(model)
-        _STEPPED.clear()
         if not _hook:
             _hook.append(register_optimizer_step_post_hook(_count_step))
     return known
 
 
+@contextmanager
+def groups_replaced() -> Iterator[None]:
+    """Let the block give models other parameter groups of the same weights: no version changes by that."""
+    for tracker in list(_TRACKERS.values()):
+        tracker.current()
+    yield
+    for tracker in list(_TRACKERS.values()):
+        tracker.accept_groups()
+
+
 @_disable_dynamo
 def _count_step(optimizer: Optimizer, *_: object) -> None:
-    num_params = sum(len(group["params"]) for group in optimizer.param_groups)
-    known = _STEPPED.get(optimizer)
-    if known is None or known[0] != num_params:
-        found = [weakref.ref(tracker) for tracker in _TRACKERS.values() if tracker.has_any(optimizer)]
-        known = _STEPPED[optimizer] = num_params, found
-    for reference in known[1]:
-        tracker = reference()
-        if tracker is not None:
+    for tracker in list(_TRACKERS.values()):
+        if tracker.has_any(optimizer):
             tracker.num_steps += 1
 
 

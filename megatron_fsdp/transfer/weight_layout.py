@@ -17,7 +17,7 @@ from megatron_fsdp.checkpoint.safetensors_model import NameMap
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.errors import TransferError
 from megatron_fsdp.transfer.bucket import BucketEntry
-from megatron_fsdp.transfer.catalog import LooseWeight, ShardedWeight, WeightCatalog
+from megatron_fsdp.transfer.catalog import LooseWeight, ShardedWeight, WeightCatalog, check_wire_dtype
 from megatron_fsdp.transfer.gather import Piece, own_values
 from megatron_fsdp.transfer.layouts import Parts, TransferLayout, box_ranges, place_tensors, size_of
 
@@ -45,6 +45,7 @@ def weight_layout(
         target = TransferLayout.sliced(source.metadata(), ranks=[0])
         print(plan_transfer(source, target))
     """
+    check_wire_dtype(dtype)
     catalog = WeightCatalog.of(model)
     name_map = names if isinstance(names, NameMap) else NameMap(names or {})
     sharded = [(each, weight) for each in catalog.groups for weight in each.weights]

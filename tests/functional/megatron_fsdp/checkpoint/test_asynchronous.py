@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fsdp import CheckpointError, load_checkpoint, save_checkpoint
+from megatron_fsdp import CheckpointError, export_safetensors, full_state_dict, load_checkpoint, save_checkpoint
 from megatron_fsdp.checkpoint import writer as checkpoint_writer
 from tests.functional.checkpoint_cases import LAYOUTS, Layout, full_optimizer_state, message_of, train_alone
 from tests.harness import on_ranks, run_ranks
@@ -159,3 +159,19 @@ def test_a_background_failure_raises_on_all_ranks_in_wait_or_the_next_save(tmp_p
         assert "failed on rank 1: OSError: [Errno 28] No space left on device" in said[0]
         assert said[3] == "no error"
     assert [entry.name for entry in tmp_path.iterdir()] == ["step"]
+
+
+@pytest.mark.parametrize("late", [0, 1])
+@on_ranks(2)
+def test_exports_wait_for_the_save_before_them(late: int, tmp_path: Path) -> None:
+    model, optimizer = Layout((2,)).build(seed=0)
+    wanted = whole_state(model)
+    for number, export in enumerate((full_state_dict, lambda each: export_safetensors(each, tmp_path / "files"))):
+        gate = threading.Event()
+        with held_up(gate):
+            handle = save_checkpoint(model, optimizer, tmp_path / f"step-{number}", asynchronous=True)
+            # The thread of one rank communicates while that of the other one has not begun to.
+            threading.Timer(0.3 if dist.get_rank() == late else 0.0, gate.set).start()
+            found = export(model)
+        assert handle.done
+        assert found is None or dist.get_rank() or differing(found, wanted) == []

@@ -1,5 +1,6 @@
 """save_checkpoint and load_checkpoint: exact resume in each layout, and errors that change nothing."""
 
+import copy
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,7 +11,15 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_fsdp import CheckpointError, load_checkpoint, save_checkpoint
+from megatron_fsdp import (
+    CheckpointError,
+    export_safetensors,
+    full_state_dict,
+    import_safetensors,
+    load_checkpoint,
+    save_checkpoint,
+)
+from megatron_fsdp.checkpoint.api import load_matching
 from tests.functional.checkpoint_cases import (
     Layout,
     State,
@@ -19,7 +28,7 @@ from tests.functional.checkpoint_cases import (
     message_of,
     train_alone,
 )
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.harness.models import VOCABULARY, WIDTH, Model, make_model
 from tests.harness.oracle import differing, sharded, sharded_model, whole_state
 
@@ -168,3 +177,30 @@ def test_a_load_accepts_the_working_directory_and_a_save_refuses_it_by_name(tmp_
         assert [f"{path} is the working directory" in each for each in saves] == [True, True, False]
         assert f"{tmp_path} is a folder around the working directory {path}" in saves[2]
     assert [entry.name for entry in path.iterdir()] == ["saved"]
+
+
+# ---------------------------------------------------------------------- models without memory
+
+
+@on_ranks(2)
+def test_a_model_on_the_meta_device_is_neither_loaded_nor_saved(tmp_path: Path) -> None:
+    saved_model = same()
+    save_checkpoint(saved_model, None, tmp_path / "step")
+    export_safetensors(saved_model, tmp_path / "files")
+    with torch.device("meta"):
+        plain = make_model()
+    model = sharded(copy.deepcopy(plain))
+    calls: list[Callable[[nn.Module], object]] = [
+        lambda each: load_checkpoint(each, None, tmp_path / "step"),
+        lambda each: load_matching(each, tmp_path / "step"),
+        lambda each: import_safetensors(each, tmp_path / "files"),
+        lambda each: save_checkpoint(each, None, tmp_path / "other"),
+        full_state_dict,
+    ]
+    for each in (model, plain):
+        for call in calls:
+            with pytest.raises(CheckpointError, match=r"'.*' is on the meta device.*fix: materialize\(model\); or"):
+                call(each)
+    model.to_empty(device="cpu")
+    load_checkpoint(model, None, tmp_path / "step")
+    assert differing(whole_state(model), whole_state(saved_model)) == []

@@ -1,6 +1,7 @@
 """Other contents of a checkpoint: schedules, param groups, random states, ties, and modules' own state."""
 
 import random
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp import CheckpointError, fully_shard, load_checkpoint, save_checkpoint
+from megatron_fsdp.checkpoint.api import load_matching
 from tests.functional.checkpoint_cases import Layout, State, full_optimizer_state, make_two_groups, message_of
 from tests.functional.checkpoint_cases import train_alone as train
 from tests.harness import on_ranks, run_ranks
@@ -226,6 +228,21 @@ def test_two_different_weights_do_not_become_one(tmp_path: Path) -> None:
         assert is_untouched
 
 
+def match_untied(path: str) -> tuple[str, bool]:
+    model, _ = build_tied(True, seed=1)
+    before = whole_state(model)
+    message = message_of(CheckpointError, lambda: load_matching(model, path))
+    return message, differing(whole_state(model), before) == []
+
+
+def test_two_different_weights_do_not_become_one_in_a_partial_load(tmp_path: Path) -> None:
+    path = str(tmp_path / "step")
+    run_ranks(2, save_tied, path, False)
+    for message, is_untouched in run_ranks(3, match_untied, path):
+        assert "different values for 'embedding.weight' and 'head.weight', which are one parameter" in message
+        assert is_untouched
+
+
 # ---------------------------------------------------------------------- extra and modules' own state
 
 
@@ -255,6 +272,16 @@ def test_modules_get_their_own_state_back(tmp_path: Path) -> None:
     assert other.seen == {"scale": 0.5, "history": [1, 2]}
 
 
+@on_ranks(2)
+def test_a_checkpoint_without_a_modules_own_state_is_refused(tmp_path: Path) -> None:
+    path = str(tmp_path / "step")
+    without = nn.Sequential(OrderedDict(linear=nn.Linear(3, 3)))
+    save_checkpoint(fully_shard(without, world_mesh()), None, path)
+    model = fully_shard(Counter(), world_mesh())
+    with pytest.raises(CheckpointError, match=r"_extra_state: not in the checkpoint"):
+        load_checkpoint(model, None, path)
+
+
 class Anything:
     """An object that only code can restore."""
 
@@ -270,3 +297,33 @@ def test_extra_that_could_not_be_loaded_safely_is_refused_before_anything_is_wri
         assert "extra" in message
         assert "without running code" in message
     assert list(tmp_path.iterdir()) == []
+
+
+# ---------------------------------------------------------------------- optimizers with options like Adam's
+
+
+def stepped(kind: type[torch.optim.Optimizer]) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = fully_shard(nn.Linear(5, 3), world_mesh())
+    optimizer = kind(model.parameters())
+    model(torch.ones(2, 5)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+@on_ranks(2)
+def test_state_of_another_member_of_adams_family_is_refused(tmp_path: Path) -> None:
+    Adam, Adamax, NAdam, RAdam = torch.optim.Adam, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam
+    for kind in (Adam, Adamax, NAdam, RAdam):
+        save_checkpoint(*stepped(kind), tmp_path / kind.__name__)
+    refused = [(Adam, Adamax), (Adamax, Adam), (Adamax, NAdam), (Adamax, RAdam), (NAdam, RAdam), (RAdam, NAdam)]
+    for saver, loader in refused:
+        model, optimizer = stepped(loader)
+        before = whole_state(model), full_optimizer_state(model, optimizer)
+        with pytest.raises(
+            CheckpointError, match=r"(?s)state '(exp_inf|mu_product)', which (Adamax|NAdam) has: .*fix: "
+        ):
+            load_checkpoint(model, optimizer, tmp_path / saver.__name__)
+        assert differing(whole_state(model), before[0]) == []
+        assert differing(full_optimizer_state(model, optimizer), before[1]) == []
+    for saver, loader in ((RAdam, Adam), (NAdam, NAdam)):
+        load_checkpoint(*stepped(loader), tmp_path / saver.__name__)

@@ -22,13 +22,13 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from megatron_fsdp import AdamW, fully_shard_optimizer, load_checkpoint, save_checkpoint
+from megatron_fsdp import AdamW, StateError, fully_shard_optimizer, load_checkpoint, save_checkpoint
 from megatron_fsdp.lifecycle.module import unit_of
 from tests.functional.checkpoint_cases import full_optimizer_state
 from tests.harness import on_ranks
 from tests.harness.grids import nightly_but
 from tests.harness.models import Model, make_model
-from tests.harness.oracle import differing, sharded, sharded_model, train, whole_state
+from tests.harness.oracle import differing, sharded, sharded_model, token_loss, train, whole_state
 
 # torch's own types for a state dict are too wide to be of use here.
 State = dict[str, Any]
@@ -267,3 +267,12 @@ def test_zero_state_of_a_new_optimizers_state_dict_is_freed_with_it() -> None:
     gc.collect()
     assert not any(reference() is not None for reference in left)
     assert not optimizer.state
+
+
+@on_ranks(2)
+def test_a_state_dict_in_a_backward_of_the_unit_is_refused() -> None:
+    model = sharded_model()
+    model.blocks[0].project.register_full_backward_hook(lambda *_: model.state_dict() and None)
+    loss = token_loss(model, dist.get_rank(), 0)
+    with pytest.raises(StateError, match=r"unit '.*': state_dict\(\) in a backward of the unit.*fix: "):
+        loss.backward()

@@ -1,16 +1,22 @@
 """Buckets at a receiver, and deltas: the receiver's weights equal the trainer's, or an error names the tensor."""
 
 import copy
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from megatron_fsdp import (
+    ConfigError,
+    Placements,
+    StateError,
     TransferError,
     apply_bucket,
     apply_delta,
     remember_weights,
+    reshard_,
     weight_stream,
 )
 from tests.harness import on_ranks
@@ -125,3 +131,78 @@ def test_a_delta_on_other_weights_is_found_by_its_checksum() -> None:
     bucket = list(weight_stream(model, changed_since=version))[-1]
     with pytest.raises(TransferError, match=r"tensor '.*' has checksum .* after the delta"):
         apply_delta(state, bucket, version=version)
+
+
+@on_ranks(2)
+def test_a_step_between_the_call_and_the_first_delta_is_refused() -> None:
+    model = sharded(make_model())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    version = remember_weights(model)
+    token_loss(model, dist.get_rank(), 0).backward()
+    stream = weight_stream(model, changed_since=version)
+    optimizer.step()
+    with pytest.raises(StateError, match=r"would send version 1 as version 0\. fix: "):
+        next(stream)
+
+
+def add_a_buffer(model: Any) -> None:
+    model.register_buffer("seen", torch.zeros(3))
+
+
+def shard_once_more(model: Any) -> None:
+    reshard_(model.blocks[0], placements=Placements.optim(0))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (add_a_buffer, "the model has other plain weights: 'seen'"),
+        (shard_once_more, r"the parameters of unit 'blocks\.0' were sharded since"),
+    ],
+)
+@on_ranks(2)
+def test_deltas_of_a_model_with_other_parts_are_refused(change: Callable[[Any], None], words: str) -> None:
+    model = sharded(make_model())
+    version = remember_weights(model)
+    change(model)
+    with pytest.raises(TransferError, match=words + r".*fix: version = remember_weights\(model\)"):
+        weight_stream(model, changed_since=version)
+    version = remember_weights(model)
+    assert list(weight_stream(model, changed_since=version))
+
+
+@on_ranks(2)
+def test_a_delta_of_a_buffer_has_its_sign_of_zero_and_its_dtype() -> None:
+    model = sharded(make_model())
+    model.register_buffer("seen", torch.zeros(3))
+    for changed in (-torch.zeros(3), torch.zeros(3, dtype=torch.int32)):
+        version = remember_weights(model)
+        model.seen = changed
+        *_, delta = weight_stream(model, changed_since=version)
+        assert (delta.kind, delta.values.dtype) == ("whole", changed.dtype)
+        assert torch.equal(delta.values.signbit(), changed.signbit())
+    version = remember_weights(model)
+    assert all(delta.kind != "whole" for delta in weight_stream(model, changed_since=version))
+
+
+@on_ranks(2)
+def test_a_refused_delta_writes_nothing() -> None:
+    model, state = sharded(make_model()), receiver()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    version = remember_weights(model)
+    token_loss(model, dist.get_rank(), 0).backward()
+    optimizer.step()
+    before = {name: value.clone() for name, value in state.items()}
+    for bucket in weight_stream(model, changed_since=version):
+        last = bucket.entries[-1].name
+        with pytest.raises(TransferError, match=r"tensor '.*' is torch\.float32 .*fix: "):
+            apply_delta(state | {last: state[last].float()}, bucket, version=version)
+    assert all(torch.equal(before[name], value) for name, value in state.items())
+
+
+@on_ranks(2)
+def test_deltas_go_to_no_other_device() -> None:
+    model = sharded(make_model())
+    version = remember_weights(model)
+    with pytest.raises(ConfigError, match=r"fix: leave names=, merge_lora= and device= out"):
+        weight_stream(model, changed_since=version, device="meta")  # type: ignore[call-overload]

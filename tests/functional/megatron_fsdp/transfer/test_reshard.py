@@ -356,3 +356,39 @@ def test_versions_freezing_and_streams_go_on_after_a_move() -> None:
     assert not torch.equal(frozen[0], whole(next(model.blocks[0].parameters()).detach()))
     model.to(torch.float64)
     assert weight_version(model) > version
+
+
+@on_ranks(2)
+def test_a_kept_graph_is_refused_after_a_move() -> None:
+    model, optimizer = trained("optim_grads_params", AdamW)
+    loss = token_loss(model, dist.get_rank(), 2)
+    loss.backward(retain_graph=True)
+    model.zero_grad()
+    reshard_(model, placements=Placements.optim(0), optimizer=optimizer)
+    with pytest.raises(StateError, match=r"unit '.*': its main weights .* were changed between a forward and"):
+        loss.backward()
+
+
+@on_ranks(2)
+def test_a_move_inside_a_forward_is_refused() -> None:
+    model, optimizer = trained("optim_grads_params", AdamW)
+
+    def move(*_: object) -> None:
+        reshard_(model, placements=Placements.optim(0), optimizer=optimizer)
+
+    model.blocks[0].norm.register_forward_hook(move)
+    with pytest.raises(StateError, match=r"reshard_: unit '.*' is in a forward\. fix: "):
+        token_loss(model, dist.get_rank(), 2)
+
+
+@on_ranks(2)
+def test_a_version_follows_a_part_that_was_moved() -> None:
+    model, optimizer = trained("optim_grads_params", AdamW)
+    version = weight_version(model)
+    with torch.no_grad():
+        model.blocks[0].project.weight.mul_(2)
+    reshard_(model.blocks[0], placements=Placements.optim(0), optimizer=optimizer)
+    assert weight_version(model) == version + 1
+    with torch.no_grad():
+        model.blocks[0].project.weight.mul_(2)
+    assert weight_version(model) == version + 2

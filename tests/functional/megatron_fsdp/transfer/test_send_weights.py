@@ -166,3 +166,30 @@ def test_a_plan_of_another_model_is_refused() -> None:
     plan = plan_transfer(source, TransferLayout.sliced(source.metadata(), [0]))
     with pytest.raises(TransferError, match=r"the model has .* weights, and the plan's source layout has .* fix: "):
         send_weights(model, plan)
+
+
+@on_ranks(2)
+def test_a_tensor_of_another_shape_and_as_many_bytes_is_refused() -> None:
+    model = sharded(Stack(nn.Linear(6, 4)))
+    source = weight_layout(model)
+    name, rank = "layers.0.weight", dist.get_rank()
+    for dims, wrong, words in (
+        ({}, (6, 4), r"gets a slice of shape \(4, 6\)"),
+        ({name: 0}, (3, 4), r"gets a slice of shape \(2, 6\)"),
+        ({name: 1}, (2, 6), r"gets a slice of shape \(4, 3\)"),
+    ):
+        plan = plan_transfer(source, TransferLayout.sliced(source.metadata(), [0, 1], dims))
+        bias = {"layers.0.bias": torch.empty(4, dtype=torch.bfloat16)}
+        with pytest.raises(TransferError, match=rf"tensor '{name}' is .* at rank {rank}, which {words}.*fix: "):
+            send_weights(model, plan, into={name: torch.empty(wrong, dtype=torch.bfloat16), **bias})
+
+
+@on_ranks(2)
+def test_plans_for_tensors_of_other_names_are_refused() -> None:
+    model = sharded(Stack(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)))
+    names = {"layers.0.weight": "layers.1.weight", "layers.1.weight": "layers.0.weight"} if dist.get_rank() else None
+    source = weight_layout(model, names=names)
+    plan = plan_transfer(source, TransferLayout.sliced(source.metadata(), [0, 1]))
+    into = {name: torch.empty(shape, dtype=dtype) for name, dtype, shape in source.metadata()}
+    with pytest.raises(MeshError, match="the ranks have different transfer plans"):
+        send_weights(model, plan, into=into)

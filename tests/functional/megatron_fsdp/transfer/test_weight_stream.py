@@ -19,6 +19,7 @@ from dbuffer.events import CollectiveCall, observe_collectives
 from megatron_fsdp import (
     AdamW,
     AgreementError,
+    ConfigError,
     CPUOffloadPolicy,
     MeshError,
     MixedPrecisionPolicy,
@@ -27,6 +28,10 @@ from megatron_fsdp import (
     fsdp_no_shard,
     full_state_dict,
     fully_shard,
+    local_shards,
+    remember_weights,
+    unsharded,
+    weight_layout,
     weight_stream,
     weight_version,
 )
@@ -406,3 +411,123 @@ def test_a_version_grows_with_every_step() -> None:
         for parameter in model.parameters():
             parameter.add_(1)
     assert weight_version(model) == weight_version(model) == first + 3
+
+
+@on_ranks(2)
+def test_a_model_sharded_after_its_version_was_read_is_followed() -> None:
+    model = make_model()
+    assert weight_version(model) == 0
+    sharded(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    version = weight_version(model)
+    token_loss(model, dist.get_rank(), 0).backward()
+    optimizer.step()
+    assert weight_version(model) == version + 1
+    stream = weight_stream(model)
+    next(stream)
+    with pytest.raises(StateError, match=r"step\(\) while a weight_stream of the same model is open"):
+        optimizer.step()
+    stream.close()
+
+
+@on_ranks(2)
+def test_a_version_follows_an_optimizer_whose_parameters_are_exchanged() -> None:
+    (model, optimizer), (other, _) = stepping(), stepping()
+    versions = [weight_version(each) for each in (model, other)]
+    optimizer.step()
+    optimizer.param_groups[0]["params"] = list(other.parameters())
+    optimizer.step()
+    optimizer.step()
+    assert [weight_version(each) for each in (model, other)] == [versions[0] + 1, versions[1] + 2]
+
+
+@on_ranks(2)
+def test_weights_are_not_sent_inside_unsharded() -> None:
+    model = sharded(make_model(), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+    for send in (weight_stream, weight_layout, local_shards, remember_weights):
+        with unsharded(model), pytest.raises(StateError, match=r"unit '.*': .* inside unsharded\(\).*fix: "):
+            send(model)
+
+
+@on_ranks(2)
+def test_weights_are_not_sent_in_a_backward() -> None:
+    model, _ = stepping()
+    model.blocks[0].project.register_full_backward_hook(lambda *_: weight_stream(model) and None)
+    loss = token_loss(model, dist.get_rank(), 0)
+    with pytest.raises(StateError, match=r"unit '.*': .* in a backward.*fix: "):
+        loss.backward()
+
+
+@on_ranks(2)
+def test_two_streams_in_another_order_on_another_rank_are_refused() -> None:
+    streams = [weight_stream(sharded(make_model(seed)), bucket_bytes=200).buckets() for seed in (0, 1)]
+    for stream in streams:
+        next(stream)
+    with pytest.raises(
+        MeshError, match=r"the ranks would send different weights: .*the stream that began with meeting"
+    ):
+        next(streams[dist.get_rank()])
+
+
+@on_ranks(2)
+def test_integers_are_no_dtype_to_send_weights_in() -> None:
+    model = sharded(make_model())
+    for send in (weight_stream, weight_layout, remember_weights):
+        with pytest.raises(ConfigError, match=r"dtype=torch\.int8: .*fix: dtype=None"):
+            send(model, dtype=torch.int8)
+
+
+@on_ranks(2)
+def test_a_complex_plain_weight_has_a_checksum() -> None:
+    model = sharded(make_model())
+    model.register_buffer("angles", torch.randn(3, dtype=torch.complex64))
+    for bucket in weight_stream(model, checksums=True).buckets():
+        bucket.verify()
+    assert bucket.entries[-1].name == "angles"
+
+
+class Adapted(nn.Module):
+    """The parts of peft's LoRA layer that a stream reads."""
+
+    def __init__(self, base_layer: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(base_layer.in_features, 2, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(2, base_layer.out_features, bias=False)})
+        self.active_adapters, self.merged, self.disable_adapters = ["default"], False, False
+
+    def get_delta_weight(self, adapter: str) -> torch.Tensor:
+        return self.lora_B[adapter].weight @ self.lora_A[adapter].weight
+
+
+def two_layers(*, is_tied: bool) -> Any:
+    """Return two layers of one shape, the second one with an adapter."""
+    model: Any = nn.Sequential(nn.Linear(5, 7, bias=False), nn.Linear(5, 7, bias=False))
+    if is_tied:
+        model[1].weight = model[0].weight
+    model[1] = Adapted(model[1])
+    return model
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+@on_ranks(2)
+def test_an_adapter_of_a_plain_or_tied_weight_is_merged(is_tied: bool) -> None:
+    plain = two_layers(is_tied=is_tied)
+    merged = plain[1].base_layer.weight.detach() + plain[1].get_delta_weight("default").detach()
+    wanted = {"0.weight": merged} if is_tied else {"0.weight": plain[0].weight, "1.weight": merged}
+    model = copy.deepcopy(plain)
+    ignored = copy.deepcopy(plain)
+    fully_shard(model)
+    fully_shard(ignored, ignored_params={ignored[1].base_layer.weight})
+    for each in (plain, model, ignored):
+        found = dict(weight_stream(each, dtype=None, merge_lora=True))
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[name], value) for name, value in wanted.items())
+
+
+@on_ranks(1)
+def test_two_adapters_of_one_tied_weight_are_refused() -> None:
+    model = two_layers(is_tied=True)
+    model[0] = Adapted(model[0])
+    with pytest.raises(ConfigError, match=r"'0\.base_layer\.weight' and '1\.base_layer\.weight' are one tensor"):
+        weight_stream(model, merge_lora=True)

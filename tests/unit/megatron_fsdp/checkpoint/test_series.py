@@ -62,11 +62,11 @@ def test_a_folder_without_checkpoints_has_no_latest_and_loads_nothing(tmp_path: 
 def test_a_pointer_without_a_step_is_an_error(tmp_path: Path) -> None:
     for content, said in ((b"release\n", "release"), (b"\xff", re.escape(r"\\xff")), ("²".encode(), "²")):
         (tmp_path / "latest").write_bytes(content)
-        with pytest.raises(ConfigError, match=f"holds '{said}'; wanted the number of a step"):
+        with pytest.raises(ConfigError, match=f"holds '{said}'\\. fix: write the number of a step"):
             CheckpointSeries(tmp_path).latest()
     (tmp_path / "latest").unlink()
     (tmp_path / "latest").mkdir()
-    with pytest.raises(ConfigError, match=r"cannot be read .*; wanted a file with a step in it"):
+    with pytest.raises(ConfigError, match=r"cannot be read .*fix: make it a readable file with a step in it"):
         CheckpointSeries(tmp_path).latest()
 
 
@@ -102,7 +102,7 @@ def test_damaged_and_foreign_folders_neither_count_nor_get_deleted(tmp_path: Pat
 
 @pytest.mark.parametrize("keep_last", [0, -1])
 def test_keeping_none_is_refused_before_anything_is_written(tmp_path: Path, keep_last: int) -> None:
-    with pytest.raises(ConfigError, match=f"keep_last={keep_last}; wanted at least 1"):
+    with pytest.raises(ConfigError, match=f"keep_last={keep_last}. fix: give at least 1"):
         save_steps(CheckpointSeries(tmp_path), 1, keep_last=keep_last)
     assert list(tmp_path.iterdir()) == []
 
