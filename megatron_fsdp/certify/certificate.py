@@ -161,7 +161,7 @@ def _groups(model: nn.Module) -> Iterator[ParameterGroup]:
 
 
 def _name_buffers(checker: Checker, group: ParameterGroup) -> None:
-    gradients = group.gradients
+    gradients = group.gradient_buffer
     buffers = {
         "main_weight": group.main_weight,
         "model_weight": group.model_weight,

@@ -46,7 +46,7 @@ class MissingGradients(StepHooks[Unit, Call]):
     def on_missing(self, groups: Iterable[ParameterGroup]) -> None:
         """Tell the other ranks, before gradients are reduced, that some are missing on this rank."""
         for group in groups:
-            under_way = None if group.gradients is None else group.gradients.binding.sum
+            under_way = None if group.gradient_buffer is None else group.gradient_buffer.binding.sum
             if under_way is not None and 1 in under_way.missing:
                 circle = self._circle(group)
                 token, is_heard = self.tokens.get(circle.ranks), circle.has_said or circle.asks
@@ -71,8 +71,8 @@ class MissingGradients(StepHooks[Unit, Call]):
         """
         circles: dict[_Circle, list[GradientBuffer]] = {}
         for group in final:
-            if group.gradients is not None:
-                circles.setdefault(self._circle(group), []).append(group.gradients)
+            if group.gradient_buffer is not None:
+                circles.setdefault(self._circle(group), []).append(group.gradient_buffer)
         for circle, reduced in circles.items():
             token = self.tokens.get(circle.ranks)
             if token == "":
@@ -137,9 +137,9 @@ class _Circle:
         # For each group its number of parameters, and its sum if that is among the reduced ones.
         entries: list[tuple[int, Accumulation | None]] = []
         for group in groups:
-            if group.gradients is not None:
-                binding = group.gradients.binding
-                entries.append((len(binding.parameters), binding.sum if id(group.gradients) in wanted else None))
+            if group.gradient_buffer is not None:
+                binding = group.gradient_buffer.binding
+                entries.append((len(binding.parameters), binding.sum if id(group.gradient_buffer) in wanted else None))
         mine: list[int] = []
         for num_params, under_way in entries:
             mine += bytes(num_params) if under_way is None else under_way.missing

@@ -74,7 +74,7 @@ def _leave_taken_gradients(root: Root) -> None:
     """Let groups take other memory for gradients if the user keeps earlier ones: ``zero_grad`` came after forward."""
     for unit in root.units():
         for group in unit.groups:
-            if group.gradients is not None and group.gradients.binding.memory.is_taken:
+            if group.gradient_buffer is not None and group.gradient_buffer.binding.memory.is_taken:
                 for hook in root.hooks:
                     hook.on_gradients_taken(unit, group)
 
@@ -178,7 +178,7 @@ def _reduce_kept(units: Iterable[Unit]) -> None:
     """Reduce the gradients that earlier backwards kept unreduced on this rank."""
     for unit in units:
         if unit.requires_gradient_sync:
-            for buffer in unit.gradients:
+            for buffer in unit.gradient_buffers:
                 if buffer.is_filled:
                     close_and_reduce(unit)
                     break
@@ -189,7 +189,7 @@ def _finalize(root: Root, units: list[Unit]) -> None:  # noqa: C901  # in order 
     is_last = root.backward.is_last or root.backward.is_manual
     finals = [found for unit in units if unit.requires_gradient_sync and (found := _complete_groups(unit, is_last))]
     final = list(itertools.chain.from_iterable(finals))
-    buffers = [group.gradients for group in final if group.gradients is not None]
+    buffers = [group.gradient_buffer for group in final if group.gradient_buffer is not None]
     for buffer in buffers:
         # What follows changes ``main_grad``. If it raises, ``mark_incomplete`` compares the number.
         buffer.last_backward = root.backward.number
@@ -231,7 +231,7 @@ def _complete_groups(unit: Unit, is_last: bool) -> list[ParameterGroup]:
     """Return the groups whose sums are complete when this backward ends."""
     found = []
     for group in unit.groups:
-        buffer = group.gradients
+        buffer = group.gradient_buffer
         under_way = None if buffer is None else buffer.binding.sum
         if buffer is None or under_way is None or not under_way.is_in_main_grad:
             continue
@@ -330,7 +330,7 @@ def _discard_backward(root: Root) -> None:
         root.order.forget()
     for unit in root.units():
         unit.open_call = None
-        for buffer in unit.gradients if state.ending is not None else ():
+        for buffer in unit.gradient_buffers if state.ending is not None else ():
             buffer.discard_backward(state.number)
             state.has_sums = state.has_sums or buffer.binding.sum is not None
         unit.reshard()
@@ -349,4 +349,4 @@ def start_pending_reductions(root: Root) -> None:
 
 def _buffers(root: Root) -> list[GradientBuffer]:
     """Return the gradient buffers of all units."""
-    return [buffer for unit in root.units() for buffer in unit.gradients]
+    return [buffer for unit in root.units() for buffer in unit.gradient_buffers]

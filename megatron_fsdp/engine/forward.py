@@ -98,7 +98,7 @@ def _pre_forward(unit: Unit, module: nn.Module, given: Any) -> None:  # noqa: C9
     unit.refuse_replaced_params()
     root.release_lingering(unit)
     for group in unit.groups:
-        changed, gradients = group.fsdp_params.changed_requires_grad(), group.gradients
+        changed, gradients = group.fsdp_params.changed_requires_grad(), group.gradient_buffer
         if gradients is not None and gradients.binding.memory.is_taken:
             for hook in root.hooks:
                 hook.on_gradients_taken(unit, group)

@@ -59,7 +59,7 @@ class FusedLinear(nn.Linear):
         # On CPU the fused function saves memory even without a buffer: PyTorch's operator computes the weight's
         # gradient first, and holds it while oneDNN copies the weight for the input's gradient. On other devices it
         # would only cost host time: PyTorch's operator takes a third of it for a forward and a backward.
-        if handle.gradients is NO_BUFFER and not input.is_cpu:
+        if handle.gradient_buffer is NO_BUFFER and not input.is_cpu:
             return functional.linear(input, weight, bias)
         if not torch.is_grad_enabled() or has_transforms() or forward_ad._current_level >= 0:
             return functional.linear(input, weight, bias)
@@ -136,7 +136,7 @@ def _weight_gradient(ctx: Any, left: torch.Tensor, right: torch.Tensor) -> torch
         ctx: of the backward. Its second next function is the weight's AccumulateGrad node.
     """
     handle: WeightHandle = ctx.handle
-    buffer = handle.gradients()
+    buffer = handle.gradient_buffer()
     if buffer is None or not buffer.takes_products or torch.is_grad_enabled():
         return left @ right
     node = ctx.next_functions[1][0]
@@ -212,7 +212,7 @@ def offer_products(
         fits = weight.dtype is view.dtype or (is_wide and weight.itemsize == 2 and view.dtype is torch.float32)
         if is_plain and fits and weight.device == view.device:
             handle = handle_of(weight)
-            handle.gradients, handle.index = weakref.ref(receiver), index
+            handle.gradient_buffer, handle.index = weakref.ref(receiver), index
 
 
 def expert_matmul(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -237,7 +237,7 @@ def expert_matmul(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     is_plain = torch.is_grad_enabled() and not has_transforms() and forward_ad._current_level < 0
     if torch.compiler.is_compiling() or handle is None or not is_plain:
         return torch.bmm(input, weight)
-    takes = weight.requires_grad and handle.gradients() is not None
+    takes = weight.requires_grad and handle.gradient_buffer() is not None
     factor = as_factor(input, weight) if takes else None
     if factor is None:
         return torch.bmm(input, weight)

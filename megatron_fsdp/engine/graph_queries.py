@@ -77,7 +77,7 @@ def _awaits_gradients(unit: Unit) -> bool:
     return any(
         not came and param.requires_grad and is_run(param) is True
         for group in unit.groups
-        if group.gradients is not None
+        if group.gradient_buffer is not None
         for param, came in zip(group.fsdp_params.unsharded_params, group.fsdp_params.came, strict=True)
     )
 

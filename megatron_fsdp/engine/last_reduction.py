@@ -25,7 +25,7 @@ def reduce_last(unit: Unit) -> None:
 
     Without streams the host would have to wait here for the unit's reduce-scatter; ``finish_last`` issues it then.
     """
-    if all(not buffer.tickets or turns(buffer.packed.device) is not None for buffer in unit.gradients):
+    if all(not buffer.tickets or turns(buffer.packed.device) is not None for buffer in unit.gradient_buffers):
         _issue(unit.root, unit.groups)
 
 
@@ -37,7 +37,7 @@ def finish_last(root: Root, units: Sequence[Sequence[ParameterGroup]]) -> None:
     """
     for groups in units:
         _issue(root, groups)
-    for buffer in (group.gradients for group in itertools.chain(*units)):
+    for buffer in (group.gradient_buffer for group in itertools.chain(*units)):
         for ticket in buffer.last_tickets if buffer is not None else ():
             ticket.wait()
         if buffer is not None:
@@ -92,7 +92,7 @@ def _partial_sums(
     """
     reductions, buffers = [], []
     for group in groups:
-        buffer = group.gradients
+        buffer = group.gradient_buffer
         under_way = None if buffer is None else buffer.binding.sum
         if buffer is None or under_way is None or not under_way.is_in_main_grad:
             continue

@@ -544,7 +544,7 @@ class ParameterGroup:
         owned: descriptions of the parameters. parameters: sharded parameters by name within the unit, in plan order.
         plan: where the tensors lie in the buffers. spec: mesh, placements, dtypes and devices.
         weights: the weight buffers; ``main_weight``, ``model_weight`` and ``gathered`` are three of them.
-        gradients: the gradient buffers; None for a frozen group.
+        gradient_buffer: None for a frozen group.
         fsdp_params: the sharded and the unsharded parameters.
         rests_whole: every rank has the whole resting weights, so nothing is gathered.
         is_meta: nothing is allocated yet, because the parameters were on the meta device.
@@ -560,7 +560,7 @@ class ParameterGroup:
     gathered: DBuffer
     fsdp_params: FSDPParams
     parameters: dict[str, nn.Parameter]
-    gradients: GradientBuffer | None
+    gradient_buffer: GradientBuffer | None
     rests_whole: bool
     is_meta: bool
     is_writable = False
@@ -587,12 +587,12 @@ class ParameterGroup:
     @property
     def main_grad(self) -> DBuffer | None:
         """The buffer that gradients are accumulated in; None for a frozen group."""
-        return None if self.gradients is None else self.gradients.main_grad
+        return None if self.gradient_buffer is None else self.gradient_buffer.main_grad
 
     @property
     def requires_grad(self) -> bool:
         """True if one of the parameters is trained."""
-        return self.gradients is not None and 1 in self.gradients.binding.trained
+        return self.gradient_buffer is not None and 1 in self.gradient_buffer.binding.trained
 
     def spread_over(self, placements: Sequence[BufferPlacement]) -> list[MeshAxis]:
         """Return the axes whose ranks hold different elements of a buffer of this group with these placements.

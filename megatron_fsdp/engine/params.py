@@ -233,7 +233,7 @@ def gradient_hook(
         if begun.is_set:
             return
         owner = receiver()
-        gradients = None if owner is None else owner.gradients
+        gradients = None if owner is None else owner.gradient_buffer
         if gradients is not None:
             gradients.receive(index, parameter)
 
@@ -329,7 +329,7 @@ class ParamModuleInfos:
 
 _NOTHING: weakref.ref[Any] = weakref.ref(set())
 NO_BUFFER = _NOTHING
-"""``WeightHandle.gradients`` of a weight without a gradient buffer that takes products."""
+"""``WeightHandle.gradient_buffer`` of a weight without a gradient buffer that takes products."""
 
 
 class WeightHandle:
@@ -337,15 +337,16 @@ class WeightHandle:
 
     Attributes:
         group: its ``ParameterGroup``. parameter: its name within the unit.
-        gradients: the ``GradientBuffer`` that backward multiplies its gradient into; ``NO_BUFFER`` for autograd's way.
+        gradient_buffer: the ``GradientBuffer`` that backward multiplies its gradient into; ``NO_BUFFER`` for autograd's
+            way.
         index: the parameter's index in that buffer.
     """
 
-    __slots__ = ("gradients", "group", "index", "parameter")
+    __slots__ = ("gradient_buffer", "group", "index", "parameter")
 
     def __init__(self, group: weakref.ref[Any] = _NOTHING, parameter: str = "") -> None:
         self.group, self.parameter = group, parameter
-        self.gradients = NO_BUFFER
+        self.gradient_buffer = NO_BUFFER
         self.index = 0
 
     @property

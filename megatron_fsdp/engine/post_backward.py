@@ -74,7 +74,7 @@ def close_and_reduce(unit: Unit) -> None:  # noqa: C901  # in order of time
     for hook in root.collective_hooks:
         hook.before_reduce(unit)
     # 1. Close the buffers. Gradients to be reduced are packed now, or a lane packs them.
-    complete = [buffer for buffer in unit.gradients if buffer.close(reduce=unit.requires_gradient_sync)]
+    complete = [buffer for buffer in unit.gradient_buffers if buffer.close(reduce=unit.requires_gradient_sync)]
     for buffer in complete:
         if buffer.packer is not None and buffer.packer.is_due:
             pack_on_lane(complete)
@@ -85,13 +85,13 @@ def close_and_reduce(unit: Unit) -> None:  # noqa: C901  # in order of time
             for hook in root.hooks:
                 hook.on_missing(unit.groups)
             break
-    for buffer in unit.gradients if complete else ():
+    for buffer in unit.gradient_buffers if complete else ():
         # This backward changes ``main_grad``, also where its gradients came from other ranks or microbatches alone. If
         # it raises, ``mark_incomplete`` compares the number.
         buffer.last_backward = state.number
     # 2. Issue one reduction of all of them. On streams it follows the gathers that were issued ahead.
     GradientBuffer.reduce(complete, owner=id(unit), after=root.prefetch_tickets() if state.has_streams else ())
-    for buffer in unit.gradients:
+    for buffer in unit.gradient_buffers:
         if buffer.tickets:
             if listeners:
                 tell("reduce", unit)
@@ -112,7 +112,7 @@ def drain(root: Root, num_kept: int) -> None:
     reducing = root.backward.reducing
     while len(reducing) > num_kept:
         unit = reducing[0]()
-        for buffer in unit.gradients if unit is not None else ():
+        for buffer in unit.gradient_buffers if unit is not None else ():
             if buffer.tickets:
                 if listeners:
                     tell("fold", unit)
@@ -128,7 +128,7 @@ def drain_completed(root: Root) -> None:
     reducing = root.backward.reducing
     while reducing:
         unit = reducing[0]()
-        buffers = () if unit is None else unit.gradients
+        buffers = () if unit is None else unit.gradient_buffers
         if not all(ticket.is_completed() for buffer in buffers for ticket in buffer.tickets):
             return
         drain(root, len(reducing) - 1)

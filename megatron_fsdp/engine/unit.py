@@ -227,7 +227,7 @@ class Unit:
         self.weight_state = WeightState.SHARDED
         self.num_holds = self.num_changes_held = 0
         self.gather_ticket: Ticket | None = None
-        self.gradients: tuple[GradientBuffer, ...] = ()
+        self.gradient_buffers: tuple[GradientBuffer, ...] = ()
         self.num_gradients, self.rests_final, self.is_trained = 0, True, False
         self.pending_calls: list[weakref.ref[Call]] = []
         self.open_call: Call | None = None
@@ -241,10 +241,12 @@ class Unit:
 
     def count_gradients(self) -> None:
         """Update the attributes that depend on which parameters are trained and which groups have gradient buffers."""
-        self.gradients = tuple(group.gradients for group in self.groups if group.gradients is not None)
-        self.num_gradients = sum(sum(buffer.binding.trained) for buffer in self.gradients)
+        self.gradient_buffers = tuple(
+            group.gradient_buffer for group in self.groups if group.gradient_buffer is not None
+        )
+        self.num_gradients = sum(sum(buffer.binding.trained) for buffer in self.gradient_buffers)
         self.is_trained = self.num_gradients == sum(len(group.parameters) for group in self.groups)
-        self.rests_final = all(buffer.rests_final for buffer in self.gradients)
+        self.rests_final = all(buffer.rests_final for buffer in self.gradient_buffers)
 
     @property
     def is_in_backward(self) -> bool:

@@ -102,7 +102,7 @@ def _build(
         # Not earlier, because PyTorch makes views on allocated memory only.
         params.released()
         group.weights.release()
-    group.gradients = None
+    group.gradient_buffer = None
     if any(param.requires_grad for param in params.sharded_params):
         make_gradients(group)
     group.freshness = Freshness(params.counted, group.freshness.num_changes)
@@ -226,11 +226,11 @@ def make_gradients(group: ParameterGroup) -> None:
     if dtypes.reduction is None:
         packer = LanePacker() if should_pack_on_lane(spec, group.fsdp_params) else None
         reduction = make_reduction(group.main_weight, spec)
-        group.gradients = GradientBuffer(group.main_weight, spec, group.fsdp_params, reduction, packer)
+        group.gradient_buffer = GradientBuffer(group.main_weight, spec, group.fsdp_params, reduction, packer)
     else:
-        group.gradients = invariant_gradients(group.main_weight, spec, group.fsdp_params)
-    group.gradients.rename(group.name)
-    group.gradients.weigh(group.gradient_weight)
+        group.gradient_buffer = invariant_gradients(group.main_weight, spec, group.fsdp_params)
+    group.gradient_buffer.rename(group.name)
+    group.gradient_buffer.weigh(group.gradient_weight)
     set_reduction(group)
     if dtypes.reduce.itemsize > dtypes.compute.itemsize:
         # Keep autograd functions' gradients in their own dtype when it is wider than the compute dtype.
@@ -290,7 +290,7 @@ def restore_group(group: ParameterGroup, values: Sequence[nn.Parameter]) -> None
     for param, value in zip(group.fsdp_params.sharded_params, values, strict=True):
         rebind(param, value)  # type: ignore[arg-type]  # both are sharded
     note_params(group)
-    if group.gradients is not None:
+    if group.gradient_buffer is not None:
         make_gradients(group)
 
 
@@ -325,8 +325,8 @@ def _refuse_original(words: str, original: torch.Tensor) -> None:
 def set_divisor(group: ParameterGroup, divisor: float) -> None:
     """Divide summed gradients by ``divisor`` from now on."""
     group.spec = replace(group.spec, divisor=divisor, has_own_divisor=True)
-    if group.gradients is not None:
-        group.gradients.divide_by(divisor)
+    if group.gradient_buffer is not None:
+        group.gradient_buffer.divide_by(divisor)
 
 
 def set_reduction(
@@ -349,8 +349,11 @@ def set_reduction(
             f"accumulate_dtype={accumulate}. fix: give one of the two"
         )
     group.reduce_hook, group.reduce_function = hook or group.reduce_hook, function or group.reduce_function
-    if group.gradients is not None:
-        group.gradients.reduction.hook, group.gradients.reduction.function = group.reduce_hook, group.reduce_function
+    if group.gradient_buffer is not None:
+        group.gradient_buffer.reduction.hook, group.gradient_buffer.reduction.function = (
+            group.reduce_hook,
+            group.reduce_function,
+        )
 
 
 # ---------------------------------------------------------------- where parameters are registered
@@ -403,7 +406,7 @@ def follow_gradients(unit: Unit) -> None:
     if unit.slots.sizing is not None:
         place_unit(unit)
     unit.count_gradients()
-    for buffer in unit.gradients:
+    for buffer in unit.gradient_buffers:
         buffer.listener = UnitGradientListener(unit)
         if isinstance(buffer.reduction, InvariantReduction):
             buffer.reduction.unit = unit.reference
@@ -420,7 +423,7 @@ def follow_requires_grad(unit: Unit, group: ParameterGroup, changed: Sequence[in
     params, main = group.fsdp_params, group.spec.dtypes.main
     for index in changed:
         owned, trained = group.owned[index], params.sharded_params[index].requires_grad
-        if trained and group.gradients is None:
+        if trained and group.gradient_buffer is None:
             wanted = owned.dtypes_for(main, requires_grad=True).stepped
             if wanted is not main:
                 raise StateError(
@@ -430,15 +433,15 @@ def follow_requires_grad(unit: Unit, group: ParameterGroup, changed: Sequence[in
                     "main_params_dtype None"
                 )
             make_gradients(group)
-        assert group.gradients is not None
+        assert group.gradient_buffer is not None
         set_requires_grad(params, index, trained)
-        group.gradients.binding.trained[index] = trained
+        group.gradient_buffer.binding.trained[index] = trained
     follow_gradients(unit)
 
 
 def leave_taken_gradients(unit: Unit, group: ParameterGroup) -> None:
     """Make another gradient buffer if the user still has a tensor in ``main_grad``, so that it keeps its values."""
-    old = group.gradients
+    old = group.gradient_buffer
     assert old is not None
     old.binding.release_if_dropped()
     if not old.binding.memory.is_taken or old.binding.sum is not None:
@@ -448,7 +451,7 @@ def leave_taken_gradients(unit: Unit, group: ParameterGroup) -> None:
         make_gradients(group)
         follow_gradients(unit)
     except BaseException:
-        group.gradients = old
+        group.gradient_buffer = old
         unit.count_gradients()
         raise
     old.is_replaced = True
@@ -467,8 +470,8 @@ def rename_unit(unit: Unit, name: str) -> None:
     for group in unit.groups:
         group.name = name
         group.weights.rename(name)
-        if group.gradients is not None:
-            group.gradients.rename(name)
+        if group.gradient_buffer is not None:
+            group.gradient_buffer.rename(name)
 
 
 def follow_grad_dtypes(unit: Unit) -> None:
@@ -500,7 +503,7 @@ def follow_grad_dtypes(unit: Unit) -> None:
                 "fix: set "
                 "it before the first forward, or call zero_grad() first"
             )
-        if group.gradients is not None:
+        if group.gradient_buffer is not None:
             group.spec = replace(group.spec, dtypes=first.policy.with_gradients(group.spec.dtypes, first.grad_dtype))
             make_gradients(group)
     follow_gradients(unit)

@@ -433,9 +433,9 @@ class FSDPModule:
         unit = unit_of(self)
         for each in (unit, *alive(unit.inner)):
             for group in each.groups:
-                if set_to_none and group.gradients is not None and (each is not unit or len(unit.modules) == 1):
+                if set_to_none and group.gradient_buffer is not None and (each is not unit or len(unit.modules) == 1):
                     # In one pass, before nn.Module asks each of them.
-                    group.gradients.binding.zero_grad()
+                    group.gradient_buffer.binding.zero_grad()
                     continue
                 is_hidden = each.weight_state is WeightState.UNSHARDED
                 for parameter in group.fsdp_params.sharded_params if is_hidden else ():

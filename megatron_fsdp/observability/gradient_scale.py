@@ -244,7 +244,7 @@ def _refuse_gradients(model: nn.Module) -> None:
     for unit in units_below(model):
         if not unit.requires_gradient_sync or not unit.requires_all_reduce:
             raise StateError(f"unit {unit.name!r} is in no_sync. fix: call this outside, between steps")
-        if any(gradients.binding.sum is not None for gradients in unit.gradients):
+        if any(gradients.binding.sum is not None for gradients in unit.gradient_buffers):
             raise StateError(f"unit {unit.name!r}: gradient accumulation is under way. fix: call zero_grad() first")
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
@@ -256,7 +256,7 @@ def _follow_changes(model: nn.Module) -> None:
     for unit in units_below(model):
         for group in unit.groups:
             changed = group.fsdp_params.changed_requires_grad()
-            if group.gradients is not None and group.gradients.binding.memory.is_taken:
+            if group.gradient_buffer is not None and group.gradient_buffer.binding.memory.is_taken:
                 leave_taken_gradients(unit, group)
             if changed:
                 follow_requires_grad(unit, group, changed)
@@ -287,8 +287,8 @@ class _Probe:
     @property
     def _gradients(self) -> GradientBuffer:
         """The gradient buffers of the group, which a forward replaces after changes by the user."""
-        assert self.group.gradients is not None
-        return self.group.gradients
+        assert self.group.gradient_buffer is not None
+        return self.group.gradient_buffer
 
     def _buffer(self, placements: Sequence[Any]) -> DBuffer:
         like, device, name = self.group.main_weight, self.group.spec.device, f"{self.unit}: gradient scale"

@@ -167,7 +167,7 @@ def by_axes(pairs: Iterable[tuple[Iterable[MeshAxis], Each]]) -> Collection[tupl
 
 def _held_by(group: ParameterGroup) -> Iterable[HeldGradients]:
     """Return the gradients of a group, which must be final."""
-    gradients = group.gradients
+    gradients = group.gradient_buffer
     if gradients is None:
         return _of_frozen(group)
     binding = gradients.binding

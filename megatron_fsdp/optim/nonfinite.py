@@ -98,7 +98,7 @@ def readings_of(model: nn.Module) -> list[Reading]:
             device = groups[0].spec.device if groups else parameter.device
             found.append(Reading(f"parameter {name!r}", local, axes_of(groups), device))
         else:
-            buffer = group.main_weight if group.gradients is None else group.gradients.binding.final
+            buffer = group.main_weight if group.gradient_buffer is None else group.gradient_buffer.binding.final
             axes = tuple(group.spread_over(buffer.placements))
             found.append(Reading(f"parameter {name!r}", local, axes, group.spec.device))
     return found

@@ -420,7 +420,7 @@ def _hooks(unit: Unit) -> tuple[str, ...]:
 
 def _was_trained(group: ParameterGroup) -> bool:
     # Read from the parameters, because the group only notices a changed flag in its next forward.
-    return group.gradients is not None or any(each.requires_grad for each in group.parameters.values())
+    return group.gradient_buffer is not None or any(each.requires_grad for each in group.parameters.values())
 
 
 def _settle(units: Sequence[Unit], built: Sequence[Unit]) -> None:
@@ -448,8 +448,10 @@ def _settle_group(group: ParameterGroup, copy: ParameterGroup) -> None:
     for each, parameter in zip(group.parameters.values(), copy.parameters.values(), strict=True):
         if _was_trained(group) and not each.requires_grad:
             parameter.requires_grad_(False)
-    holds = group.gradients is not None and not group.requires_grad and group.gradients.main_grad.is_allocated
-    if holds and copy.gradients is not None:
-        copy.gradients.keep(True)
+    holds = (
+        group.gradient_buffer is not None and not group.requires_grad and group.gradient_buffer.main_grad.is_allocated
+    )
+    if holds and copy.gradient_buffer is not None:
+        copy.gradient_buffer.keep(True)
     if group.spec.keeps_gathered:
         keep_gathered(copy, keeps=True, is_sharded=True)

@@ -175,7 +175,7 @@ class StepListener:
 
     def _computed(self, found: tuple[ParameterGroup, torch.Tensor]) -> None:
         group, gradient = found
-        if group.gradients is not None and group.gradients.packer is not None:
+        if group.gradient_buffer is not None and group.gradient_buffer.packer is not None:
             # Autograd holds the gradient until a lane packs it.
             self._pass(gradient, self._owners[id(group.main_weight.storage)]._replace(what="waiting gradients"))
 

@@ -178,7 +178,7 @@ def storages_of(group: ParameterGroup) -> Iterator[tuple[str, FlatStorage]]:
 
 def _buffers(group: ParameterGroup) -> Iterator[tuple[str, DBuffer, bool]]:
     """Yield each buffer of a group: its kind, the buffer, and whether it is at rest."""
-    weights, gradients = group.weights, group.gradients
+    weights, gradients = group.weights, group.gradient_buffer
     yield "main_weight", weights.main, True
     if weights.remainder is not None:
         yield "remainder", weights.remainder.buffer, True

@@ -184,7 +184,7 @@ def _check_group(group: ParameterGroup, *, is_awaited: bool) -> None:
         "has a gradient; fix: call optimizer.step() and model.zero_grad() first": any(
             p.grad is not None for p in params
         )
-        or (group.gradients is not None and group.gradients.binding.sum is not None),
+        or (group.gradient_buffer is not None and group.gradient_buffer.binding.sum is not None),
         "is awaited by a backward of an earlier forward; fix: run it, or delete the outputs": is_awaited,
     }
     for obstacle, is_there in obstacles.items():

@@ -193,5 +193,5 @@ def weigh(groups: Iterable[ParameterGroup], weight: float) -> None:
     for group in groups:
         # The group may get another gradient buffer before its next backward.
         group.gradient_weight = weight
-        if group.gradients is not None:
-            group.gradients.weigh(weight)
+        if group.gradient_buffer is not None:
+            group.gradient_buffer.weigh(weight)

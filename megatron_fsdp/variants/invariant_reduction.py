@@ -47,7 +47,7 @@ def _refuse_fused(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for options in optimizer.param_groups if optimizer.defaults.get("fused") else ():
         for parameter in options["params"]:
             group = group_of_parameter(parameter)
-            gradients = None if group is None else group.gradients
+            gradients = None if group is None else group.gradient_buffer
             if gradients is not None and isinstance(gradients.reduction, InvariantReduction) and parameter.is_cpu:
                 raise StateError(
                     f"unit {gradients.unit!r}: {type(optimizer).__name__}(fused=True) on CPU rounds the last elements "

@@ -86,7 +86,7 @@ def place_unit(unit: Unit) -> None:
     of_weights = replace(choice, sizing="by_size") if stays else choice
     pools = None if choice.sizing is None or is_off("slots") else pools_of(unit)
     for group in unit.groups:
-        placements, weights, gradients = group.spec.placements, group.weights, group.gradients
+        placements, weights, gradients = group.spec.placements, group.weights, group.gradient_buffer
         if not group.rests_whole:
             # Weights that stay gathered need no slot.
             pool = None

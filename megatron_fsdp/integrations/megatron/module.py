@@ -179,7 +179,7 @@ class MegatronFSDP(FSDPModule, nn.Module):
         return [group for unit in units_below(self) for group in unit.groups]
 
     def _gradients(self) -> list[GradientBuffer]:
-        return [group.gradients for group in self._groups() if group.gradients is not None]
+        return [group.gradient_buffer for group in self._groups() if group.gradient_buffer is not None]
 
     @property
     def _megatrons_groups(self) -> ModelGroups | None:

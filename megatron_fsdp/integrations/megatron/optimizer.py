@@ -171,7 +171,7 @@ def weight_norm(chunks: Sequence[MegatronFSDP], groups: ModelGroups) -> torch.Te
 
 
 def _final_gradients(group: ParameterGroup) -> DBuffer | None:
-    return None if group.gradients is None else group.gradients.binding.final_gradients()
+    return None if group.gradient_buffer is None else group.gradient_buffer.binding.final_gradients()
 
 
 def _square(rows: torch.Tensor) -> torch.Tensor:

@@ -92,7 +92,7 @@ class GroupMemory:
         with torch._C.DisableTorchFunctionSubclass():
             grads = list(map(_gradient_of, self.params))
         group = self._group()
-        gradients = None if group is None else group.gradients
+        gradients = None if group is None else group.gradient_buffer
         is_final = gradients is not None and gradients.binding.has_final
         if gradients is not None and is_final and ABSENT not in members and gradients.binding.are_own(grads):
             return FlatGradient(gradients.binding.final.local_buffer, self._all_present)

@@ -75,11 +75,11 @@ def _match_dtypes(optimizer: Optimizer) -> None:
     # The flat AdamW reads gradients of any dtype, and those of split weights may be wider than the parameters.
     if not getattr(optimizer, "steps_split_weights", False):
         for group in groups_stepped_by(optimizer):
-            if group.gradients is not None:
-                group.gradients.binding.match_parameter_dtype()
+            if group.gradient_buffer is not None:
+                group.gradient_buffer.binding.match_parameter_dtype()
 
 
 def _restore_dtypes(optimizer: Optimizer, *_: Any) -> None:
     for group in groups_stepped_by(optimizer):
-        if group.gradients is not None:
-            group.gradients.binding.restore_dtype()
+        if group.gradient_buffer is not None:
+            group.gradient_buffer.binding.restore_dtype()

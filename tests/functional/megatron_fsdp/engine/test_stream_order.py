@@ -49,7 +49,7 @@ def test_small_gradients_are_copied_on_their_stream_before_another_ones_turn() -
             Branches(double, 5, bias=False), mp_policy=MixedPrecisionPolicy(fuse_weight_gradients=False)
         )
         names = [name.removesuffix(".weight") for name, _ in model.named_parameters()]
-        buffer = groups_of(model)[0].gradients
+        buffer = groups_of(model)[0].gradient_buffer
         pack = buffer._pack
 
         def noted(index: int, gradient: torch.Tensor) -> None:
@@ -70,7 +70,9 @@ def test_compute_waits_for_a_gather_only_where_it_uses_the_weights() -> None:
 
         def look(gradient: torch.Tensor) -> None:
             gathers = double.lanes[0]
-            are_packed = any(group.gradients.is_filled for group in groups_of(model) if group.gradients is not None)
+            are_packed = any(
+                group.gradient_buffer.is_filled for group in groups_of(model) if group.gradient_buffer is not None
+            )
             seen.append((are_packed, double.compute.follows(gathers)))
 
         def watch(output: torch.Tensor) -> None:

@@ -16,8 +16,8 @@ pytestmark = pytest.mark.usefixtures("eight_ranks")
 def linear(placements: Placements | None = None) -> tuple[Any, GradBinding]:
     model: Any = fully_shard(nn.Linear(7, 3), placements=placements or Placements.optim_grads_params(0))
     (group,) = model.parameter_groups
-    assert group.gradients is not None
-    return model, group.gradients.binding
+    assert group.gradient_buffer is not None
+    return model, group.gradient_buffer.binding
 
 
 def microbatch(model: Any) -> None:

@@ -339,7 +339,9 @@ def test_the_memory_of_gradients_is_given_back_after_a_step() -> None:
         backward(model, step)
         optimizer.step()
         groups = {id(group): group for p in model.parameters() if (group := group_of_parameter(p)) is not None}
-        storages = [group.gradients.main_grad.storage for group in groups.values() if group.gradients is not None]
+        storages = [
+            group.gradient_buffer.main_grad.storage for group in groups.values() if group.gradient_buffer is not None
+        ]
         before = all(storage.is_allocated for storage in storages)
         optimizer.zero_grad()
         found.append(before and not any(storage.is_allocated for storage in storages))
