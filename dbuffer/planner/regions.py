@@ -133,8 +133,7 @@ def _request(
     if itemsize < 1 or alignment_bytes < 0 or alignment_bytes % itemsize:
         raise LayoutError(
             f"alignment of {alignment_bytes} bytes for elements of {itemsize} bytes. fix: give a multiple of "
-            f"{itemsize}, "
-            "or 0"
+            f"{itemsize}, or 0"
         )
     checked = tuple(tuple(map(int, shape)) for shape in shapes)
     for tensor, shape in enumerate(checked):

@@ -58,8 +58,7 @@ class SegmentTable(Generic[AnySegment]):
                 raise ValueError(
                     f"{type(self).__name__}: {segment} begins before {end}, where the one before it ends, or inside of "
                     f"a block of {self.grain}, or leaves the buffer of {numel} elements, or has a negative row. fix: "
-                    "give "
-                    "disjoint ranges inside the buffer, in ascending order"
+                    "give disjoint ranges inside the buffer, in ascending order"
                 )
             end = -(-segment.stop // self.grain) * self.grain
 

@@ -67,8 +67,7 @@ class Certificate:
         yield (
             f"{self.name}: {self.num_operators:,} operators, {self.num_conflicts:,} conflicts and {self.num_reuses:,} "
             f"reuses checked; {len(self.races)} races, {len(self.early_reuses)} early reuses, {len(self.disorders)} "
-            f"disorders, "
-            f"{sum(one.count for one in self.engine_host_waits)} host waits in the engine and "
+            f"disorders, {sum(one.count for one in self.engine_host_waits)} host waits in the engine and "
             f"{sum(one.count for one in self.host_waits if not one.is_engine)} in the job"
         )
         kinds = ("race", self.races), ("early reuse", self.early_reuses), ("disorder", self.disorders)

@@ -149,8 +149,7 @@ def _refuse(leaf: torch.Tensor) -> NoReturn:
     raise StateError(
         f"{handle_of(leaf).words}: torch.autograd.grad or backward(inputs=...) was asked for its gradient, of which "
         "forward used gathered values: autograd has this rank's alone. fix: call backward() and read .grad, or keep "
-        "the "
-        "module unsharded"
+        "the module unsharded"
     )
 
 

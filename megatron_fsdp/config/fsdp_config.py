@@ -235,9 +235,8 @@ class FsdpConfig(FlagValues):
         if mesh.ndim == 1 and (instances > 1 or self.is_sharded_over_outer_axis):
             raise ConfigError(
                 f"{self._outer_cause()} needs a mesh of two axes (outer, inner), found one of {mesh.size()} ranks. "
-                "fix: "
-                "init_device_mesh with two axes; the size of the outer one is --num-distributed-optimizer-instances "
-                f"(found {instances})"
+                "fix: init_device_mesh with two axes; the size of the outer one is "
+                f"--num-distributed-optimizer-instances (found {instances})"
             )
         if mesh.ndim == 2 and instances > 1 and mesh.size(0) != instances:
             raise ConfigError(

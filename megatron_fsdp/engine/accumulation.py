@@ -302,8 +302,7 @@ class GradBinding:
             raise StateError(
                 f"{self.name}: .grad of parameter {first!r} was dropped or replaced while its sum is under way, and "
                 f"that of {other!r}, which is summed up with it, was not. fix: call zero_grad() of the model, which "
-                "drops "
-                "all of them, or change gradients after the last microbatch"
+                "drops all of them, or change gradients after the last microbatch"
             )
         return False
 
@@ -347,9 +346,9 @@ class GradBinding:
             )
         return (
             f"{name} is a sum under way, not reduced over all ranks yet. fix: run the last microbatch outside of "
-            "no_sync() "
-            "and of microbatch(model, False), and call finalize_backward() if that is manual, before .grad is used or "
-            "an optimizer steps; or drop it with zero_grad(set_to_none=True), as after a backward that raised"
+            "no_sync() and of microbatch(model, False), and call finalize_backward() if that is manual, before .grad "
+            "is used or an optimizer steps; or drop it with zero_grad(set_to_none=True), as after a backward that "
+            "raised"
         )
 
     # ------------------------------------------------------------------ the optimizer reads

@@ -475,9 +475,8 @@ class WeightBuffers:
             axis = only_flat_axis(self.model.axes, self.model.placements)
         except PlacementError as error:
             raise ConfigError(
-                f"reshard_after_forward={size} needs weights that are sharded over exactly one axis: {error}. fix: "
-                "use True "
-                "or False"
+                f"reshard_after_forward={size} needs weights that are sharded over exactly one axis: {error}. fix: use "
+                "True or False"
             ) from error
         if size < 1 or axis.size % size:
             raise ConfigError(

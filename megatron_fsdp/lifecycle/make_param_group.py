@@ -429,8 +429,7 @@ def follow_requires_grad(unit: Unit, group: ParameterGroup, changed: Sequence[in
                 raise StateError(
                     f"unit {group.name!r}: parameter {owned.name!r} was frozen when it was sharded, so it has no main "
                     f"weight of {wanted}. fix: call fully_shard while it is trainable, and freeze it afterwards; or "
-                    "leave "
-                    "main_params_dtype None"
+                    "leave main_params_dtype None"
                 )
             make_gradients(group)
         assert group.gradient_buffer is not None
@@ -494,14 +493,12 @@ def follow_grad_dtypes(unit: Unit) -> None:
                 raise StateError(
                     f"unit {group.name!r}: parameter {first.name!r} has grad_dtype={first.grad_dtype} and "
                     f"{other.name!r} has {other.grad_dtype}, and their gradients share a buffer. fix: set grad_dtype "
-                    "before "
-                    "fully_shard, which makes two buffers then, or set it on both"
+                    "before fully_shard, which makes two buffers then, or set it on both"
                 )
         if any(param.grad is not None for param in group.fsdp_params.sharded_params):
             raise StateError(
                 f"unit {group.name!r}: grad_dtype of parameter {first.name!r} was changed while it has a gradient. "
-                "fix: set "
-                "it before the first forward, or call zero_grad() first"
+                "fix: set it before the first forward, or call zero_grad() first"
             )
         if group.gradient_buffer is not None:
             group.spec = replace(group.spec, dtypes=first.policy.with_gradients(group.spec.dtypes, first.grad_dtype))

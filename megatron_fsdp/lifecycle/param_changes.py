@@ -178,8 +178,7 @@ def _convert(group: ParameterGroup, dtype: torch.dtype, *, is_awaited: bool) -> 
         if is_there:
             raise StateError(
                 f"{_words(group)} cannot become {dtype}: {obstacle}. fix: change the dtype before fully_shard, or "
-                "between "
-                "steps."
+                "between steps."
             )
     dtypes = group.owned[0].dtypes_for(dtype, requires_grad=any(param.requires_grad for param in params))
     rebuild(group, replace(group.spec, dtypes=dtypes))
@@ -264,9 +263,8 @@ def _refuse_replaced(group: ParameterGroup) -> None:
             f"unit {group.name!r}: parameter {list(group.parameters)[index]!r} was replaced by {what} after "
             "fully_shard, by an assignment or torch.func.functional_call; its gradients would not be averaged over "
             "ranks. fix: copy the values instead (load_state_dict, or parameter.copy_(...) under torch.no_grad(), "
-            "with a "
-            "DTensor); tie parameters before fully_shard, and give both modules to one unit: fully_shard([first, "
-            "second]); replace or remove parameters before fully_shard, or freeze them at zero"
+            "with a DTensor); tie parameters before fully_shard, and give both modules to one unit: "
+            "fully_shard([first, second]); replace or remove parameters before fully_shard, or freeze them at zero"
         )
 
 
@@ -340,8 +338,8 @@ def before_load_state_dict(
             raise StateError(
                 f"unit {owner.name!r}: parameter {prefix + name!r} of {parameter.dtype} cannot be assigned a tensor of "
                 f"{value.dtype} ({type(value).__name__}) after fully_shard, because it is part of a buffer. fix: load "
-                "without "
-                "assign=True, which copies values; or choose dtypes before fully_shard, or by MixedPrecisionPolicy"
+                "without assign=True, which copies values; or choose dtypes before fully_shard, or by "
+                "MixedPrecisionPolicy"
             )
         if not is_laid_out_like(value, parameter):
             state_dict[prefix + name] = laid_out(owner.fsdp_params, parameter, value)

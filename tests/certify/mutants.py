@@ -122,8 +122,8 @@ EQUIVALENT: dict[str, str] = {
     "Compute.forget_unused: `if self.is_captured(self._known[number]) is is_capturing` taken as False": (
         "it costs waits, which tests/functional/megatron_fsdp/engine/test_overlap.py counts"
     ),
-    "ParameterGroup.release: "
-    "`self.weights.release(keep_generation=self.freshness.gathered_generation if keep_part else None)` "
+    "ParameterGroup.release: `self.weights.release(keep_generation=self.freshness.gathered_generation if keep_part "
+    "else None)` "
     "at the start of its block": ("nothing is issued between the two places"),
     "_build: `group.weights.release()` at the start of its block": "nothing is issued between the two places",
     "GradientBuffer.receive: `if self._turns is not None` taken as True": ("on a device with streams it is never None"),
