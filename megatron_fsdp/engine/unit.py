@@ -511,7 +511,7 @@ class Root:
     def __init__(self, outermost: Unit, units: Iterable[Unit]) -> None:
         units = list(units)
         self.outermost = outermost.reference
-        self._units = [unit.reference for unit in units]
+        self.adopt(units)
         self.hooks: tuple[StepHooks[Unit, Call], ...] = ()
         self.collective_hooks: tuple[StepHooks[Unit, Call], ...] = ()
         self.order: SharedOrder[Unit, Call] | None = None
@@ -522,6 +522,11 @@ class Root:
         self.clock = 0
         self.lingering: weakref.ref[Unit] | None = None
         self.ahead: list[weakref.ref[Unit]] = []
+
+    def adopt(self, units: Iterable[Unit]) -> None:
+        """Become the root of these units, and of no others."""
+        units = list(units)
+        self._units = [unit.reference for unit in units]
         for unit in units:
             unit.root = self
 

@@ -488,8 +488,7 @@ class _Before:
     def restore(self) -> None:
         """Put everything back."""
         for root, members in self.roots:
-            for unit in members:
-                unit.root = root
+            root.adopt(members)
         for unit, groups in self.groups:
             unit.set_groups(groups)
             for group in groups:
