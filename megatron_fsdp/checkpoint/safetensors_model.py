@@ -50,8 +50,7 @@ def export_safetensors(
     """
     ranks = checkpoint_ranks("calls export_safetensors")
     # The gathers cannot name ranks that do not call this function, but this check can.
-    ranks.check(f"exporting to {folder}", lambda: None)
-    view = view_model(model)
+    view = ranks.check(f"exporting to {folder}", lambda: view_model(model))
     names = NameMap(name_map or {}).translate(_names_once(list(view.tensors), view.ties))
     tensors = {there: view.tensors[here] for here, there in names.items()}
     pending = list(tensors)
@@ -92,7 +91,7 @@ def import_safetensors(
         import_safetensors(model, "out", name_map={"blocks.*.linear.weight": "model.layers.*.mlp.weight"})
     """
     ranks = checkpoint_ranks("calls import_safetensors")
-    view = view_model(model)
+    view = ranks.check(f"opening {folder}", lambda: view_model(model))
     names = NameMap(name_map or {}).translate(view.tensors)
 
     opened = ranks.check(f"opening {folder}", lambda: open_folder(Path(folder), names, strict=strict))
