@@ -158,7 +158,7 @@ def _two_streams(
     branches = Branches(check.streams, hidden, ends_on_side=is_open, bias=not fuses or hidden < WIDTH)
     if is_open:
         branches.unused = nn.Parameter(torch.ones(3, WIDTH))
-    dtypes = (_BF16, _FP32) if is_late else (None, None)
+    dtypes: tuple[torch.dtype | None, torch.dtype | None] = (_BF16, _FP32) if is_late else (None, None)
     policy = MixedPrecisionPolicy(*dtypes, fuse_weight_gradients=fuses)
     _train_on_two(check, fully_shard(branches, mp_policy=policy))
 

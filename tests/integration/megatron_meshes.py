@@ -125,7 +125,7 @@ class Outcome:
 # ---------------------------------------------------------------- names and parts, by Megatron's own rules
 
 
-def global_names(chunk: nn.Module) -> dict[str, nn.Parameter]:
+def global_names(chunk: nn.Module) -> dict[str, Any]:
     """Return a chunk's parameters by the names that they have in the whole model."""
     numbers = {path: part.layer_number - 1 for path, part in chunk.named_modules() if re.search(r"layers\.\d+$", path)}
     found = {}
@@ -154,7 +154,7 @@ def parts_of(parameter: nn.Parameter) -> tuple[int, int]:
     return rank, size
 
 
-def own_part(parameter: nn.Parameter, whole: torch.Tensor) -> torch.Tensor:
+def own_part(parameter: Any, whole: torch.Tensor) -> torch.Tensor:
     """Return a tensor-parallel rank's part of a whole weight, as Megatron's initialisation cuts it."""
     rank, size = parts_of(parameter)
     if size == 1:
@@ -170,7 +170,7 @@ def draw(name: str, shape: torch.Size) -> torch.Tensor:
     return drawn + 1.0 if "norm" in name and name.endswith("weight") else drawn
 
 
-def whole_shape(parameter: nn.Parameter) -> torch.Size:
+def whole_shape(parameter: Any) -> torch.Size:
     """Return the shape that a weight has in the whole model."""
     shape, (_, size) = list(parameter.shape), parts_of(parameter)
     if size > 1:
@@ -226,7 +226,7 @@ def make_chunk(task: Task, config: TransformerConfig, stage: int | None) -> nn.M
 
 def _norm_of_a_sequence(cls: Any, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
     """Make what Megatron has of Apex or TransformerEngine: a norm whose gradients are summed over tensor ranks."""
-    made = nn.LayerNorm(hidden_size, eps=eps)
+    made: Any = nn.LayerNorm(hidden_size, eps=eps)
     for parameter in made.parameters():
         parameter.sequence_parallel = config.sequence_parallel
     return made
@@ -295,7 +295,8 @@ def reference(task: Task) -> Outcome:
             eps=options.adam_eps,
             weight_decay=options.weight_decay,
         )
-        figures, gradients = [], {}
+        figures = []
+        gradients: Weights = {}
         for step in range(task.steps):
             adam.zero_grad()
             loss = _accumulate(task, config, model, step)
@@ -361,7 +362,8 @@ def build(task: Task, mesh: Mesh) -> tuple[list[Any], Any]:
 
 def run_steps(task: Task, chunks: list[Any], optimizer: Any, steps: range) -> tuple[list[tuple[float, float]], Weights]:
     """Train under Megatron's schedule; return (loss, norm) of each step, and this rank's first gradients."""
-    config, gradients = chunks[0].config, {}
+    config = chunks[0].config
+    gradients: Weights = {}
 
     def finalize(model: Any, num_tokens: Any = None, **options: Any) -> None:
         finalize_model_grads(model, num_tokens, **options)

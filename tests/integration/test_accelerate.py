@@ -118,6 +118,7 @@ def prepare_and_train(kind: str, settings: dict[str, Any]) -> tuple[float, float
         with accelerate_fsdp2():
             model, optimizer = accelerator.prepare(model, optimizer)
         assert (torch.distributed.fsdp.fully_shard, torch.distributed.fsdp.FSDPModule) == own
+        assert isinstance(model, nn.Module)
         assert isinstance(model, FsdpModule)
         assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
         kinds: set[str] = set()
@@ -193,6 +194,7 @@ def train_and_resume(kind: str, folder: Path) -> dict[str, Any]:
         trainer = make_trainer(MAKERS[kind](), folder, **FSDP, **steps, **best)
         with accelerate_fsdp2():
             trainer.train()
+        assert isinstance(trainer.model, nn.Module)
         assert isinstance(trainer.model, FsdpModule)
         first, tokens = whole_state(trainer.model), generated(trainer.model)
         trainer.save_model(str(folder / "saved"))

@@ -51,7 +51,8 @@ def through_vllm() -> None:
     assert not source.implements_iter_local()
     assert source.owned_names(1) == [each.name for each in source.metadata]
     for _ in range(2):
-        pairs, found = source.iter_full(), {}
+        pairs = source.iter_full()
+        found: dict[str, torch.Tensor] = {}
         while (chunk := packed.pack_tensors(pairs, lambda item: item[1], 1500)) is not None:
             table = (chunk.names, chunk.shapes, chunk.dtypes, chunk.tensor_sizes)
             found |= {name: tensor.clone() for name, tensor in packed.unpack_tensor(chunk.packed_tensor, *table)}
@@ -106,7 +107,8 @@ def through_verl(strategy: str, folder: Path) -> None:
     weights, config = get_per_tensor_param(model, bucket_bytes=600)
     assert config is None
     if rank == 0:
-        handle, found = f"ipc://{folder}/socket", {}
+        handle = f"ipc://{folder}/socket"
+        found: dict[str, torch.Tensor] = {}
         receiver = buckets.BucketedWeightReceiver(handle, torch.device("cpu"), use_shm=True)
 
         def keep(arrived: list[tuple[str, torch.Tensor]], is_last: bool) -> None:
@@ -150,7 +152,8 @@ def test_verl_gets_whole_tensors_and_then_what_changed(tmp_path: Path) -> None:
 def through_sglang() -> None:
     """SGLang rebuilds tensors from flattened buckets, in the same memory."""
     load("sglang.srt.weight_sync.tensor_bucket")
-    plain, found = make_model(), {}
+    plain = make_model()
+    found: dict[str, torch.Tensor] = {}
     for bucket in weight_stream(sharded(copy.deepcopy(plain)), bucket_bytes=700).buckets():
         theirs = flattened_bucket(bucket)
         assert theirs.get_flattened_tensor().data_ptr() == bucket.data.data_ptr()

@@ -22,12 +22,10 @@ from tests.integration.megatron_meshes import (
     config_of,
     forward_step,
     make_chunk,
-    megatron_processes,
     microbatches,
-    parallel_state,
     run_steps,
 )
-from tests.integration.megatron_training import MegatronBase, layers
+from tests.integration.megatron_training import MegatronBase, layers, megatron_processes, parallel_state
 from tests.integration.ranks import run_ranks
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -136,7 +134,8 @@ def draw_positions() -> tuple[float, bool]:
 
 def test_positions_on_the_meta_device_are_drawn_by_megatrons_initialiser() -> None:
     first, second = run_ranks(2, draw_positions)
-    assert first == second == (pytest.approx(0.5, rel=0.2), True)
+    wanted: Any = (pytest.approx(0.5, rel=0.2), True)
+    assert first == second == wanted
 
 
 def compare_fused() -> tuple[Figures, Figures, list[bool]]:
@@ -164,7 +163,12 @@ def count_zeros(strategy: str) -> tuple[list[float], int]:
         for mesh in (DDP, Mesh(strategy=strategy)):
             (model,), optimizer = build(task, mesh)
             step = optimizer.step
-            optimizer.step = lambda step=step: counts.append(step()) or counts[-1]
+
+            def counted(step: Any = step) -> Any:
+                counts.append(step())
+                return counts[-1]
+
+            optimizer.step = counted
             run_steps(task, [model], optimizer, range(1))
         return [float(zeros) for *_, zeros in counts], len(list(units_below(model)))
 
@@ -179,7 +183,7 @@ def test_zeros_in_the_gradient_are_counted_once_each(strategy: str) -> None:
         assert num_units == 4
 
 
-def attributes() -> list[tuple[dict[str, Any], dict[str, Any]]]:
+def attributes() -> list[tuple[dict[str, Any], ...]]:
     """Return the attributes that Megatron put on each parameter, before and after sharding."""
     names = ("tensor_model_parallel", "partition_dim", "allreduce", "sequence_parallel", "shared",
              "is_embedding_or_output_parameter", "shared_embedding")  # fmt: skip

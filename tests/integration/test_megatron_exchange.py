@@ -23,11 +23,14 @@ from tests.integration.megatron_meshes import (
     Task,
     build,
     global_names,
-    megatron_processes,
-    parallel_state,
     run_steps,
 )
-from tests.integration.megatron_training import DistributedOptimizer, dist_checkpointing
+from tests.integration.megatron_training import (
+    DistributedOptimizer,
+    dist_checkpointing,
+    megatron_processes,
+    parallel_state,
+)
 from tests.integration.ranks import run_ranks
 from tests.integration.test_megatron_mesh_checkpoint import Held, assembled, held
 
@@ -117,7 +120,7 @@ def load_of_ddp(task: Task, first: Mesh, second: Mesh, folder: Path) -> tuple[He
         found = all_held(chunks, optimizer, second)
         figures, _ = run_steps(task, chunks, optimizer, range(2, 4))
         steps.append((parallel_state.get_data_parallel_world_size(), figures))
-    return wanted, found, *steps
+    return wanted, found, steps[0], steps[1]
 
 
 INTERLEAVED = Mesh(pp=2, chunks=2, model={"batch_p2p_comm": False})

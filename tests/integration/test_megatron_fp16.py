@@ -13,10 +13,9 @@ from tests.integration.megatron_meshes import (
     Mesh,
     Task,
     build,
-    finalize_model_grads,
     forward_and_backward,
-    megatron_processes,
 )
+from tests.integration.megatron_training import finalize_model_grads, megatron_processes
 from tests.integration.ranks import run_ranks
 from tests.integration.test_megatron_mesh_checkpoint import load, save
 

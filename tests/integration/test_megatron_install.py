@@ -15,17 +15,19 @@ from megatron_fsdp.integrations.megatron.data_parallel import DataParallelMethod
 from megatron_fsdp.lifecycle.module import FsdpModule
 from tests.integration.megatron_meshes import (
     MOE,
-    DistributedDataParallelConfig,
     Mesh,
     Task,
     build,
     config_of,
     make_chunk,
-    megatron_processes,
-    optimizers,
     run_steps,
 )
-from tests.integration.megatron_training import ProcessGroupCollection
+from tests.integration.megatron_training import (
+    DistributedDataParallelConfig,
+    ProcessGroupCollection,
+    megatron_processes,
+    optimizers,
+)
 from tests.integration.ranks import run_ranks
 
 ADAPTER = "megatron.core.distributed.fsdp.mcore_fsdp_adapter"

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.megatron_meshes import Mesh, Task, build, megatron_processes, run_steps
+from tests.integration.megatron_meshes import Mesh, Task, build, run_steps
+from tests.integration.megatron_training import megatron_processes
 from tests.integration.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]

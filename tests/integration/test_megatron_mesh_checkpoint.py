@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
 from megatron_fsdp import load_checkpoint, save_checkpoint
 from megatron_fsdp.errors import CheckpointError, ConfigError
@@ -20,12 +20,11 @@ from tests.integration.megatron_meshes import (
     Task,
     build,
     global_names,
-    megatron_processes,
-    optimizers,
     parts_of,
     run_steps,
     whole_rows,
 )
+from tests.integration.megatron_training import megatron_processes, optimizers
 from tests.integration.ranks import run_ranks
 
 SEQUENCE = {"sequence_parallel": True}
@@ -41,7 +40,7 @@ def save(chunks: list[Any], optimizer: Any, folder: Path, kind: str = "dcp") -> 
         torch.save(state, folder.with_suffix(f".{torch.distributed.get_rank()}"))
         return
     weights = {f"model{i or ''}": chunk.sharded_state_dict() for i, chunk in enumerate(chunks)}
-    dcp.save({**weights, "optimizer": optimizer.sharded_state_dict(weights)}, checkpoint_id=folder)
+    state_dict_saver.save({**weights, "optimizer": optimizer.sharded_state_dict(weights)}, checkpoint_id=folder)
 
 
 def load(chunks: list[Any], optimizer: Any, folder: Path, kind: str = "dcp") -> None:
@@ -53,7 +52,7 @@ def load(chunks: list[Any], optimizer: Any, folder: Path, kind: str = "dcp") -> 
     else:
         state = {f"model{i or ''}": chunk.state_dict_for_save_checkpoint() for i, chunk in enumerate(chunks)}
         state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=True)
-        dcp.load(state, checkpoint_id=folder)
+        state_dict_loader.load(state, checkpoint_id=folder)
     for i, chunk in enumerate(chunks):
         chunk.load_state_dict(state[f"model{i or ''}"])
     optimizer.load_state_dict(state["optimizer"])
@@ -157,9 +156,8 @@ def held(chunks: list[Any], optimizer: Any) -> Held:
 def assembled(ranks: list[Held]) -> Mapping[str, torch.Tensor]:
     """Return whole tensors, as Megatron's constructors would cut them; ranks with the same part must agree."""
     entries: Held = {}
-    for rank in ranks:
-        for name, found in rank.items():
-            entries.setdefault(name, []).extend(found)
+    for name, found in (each for rank in ranks for each in rank.items()):
+        entries.setdefault(name, []).extend(found)
     whole = {}
     for name, found in entries.items():
         parts: dict[int, torch.Tensor] = {}

@@ -2,7 +2,9 @@
 
 import functools
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -16,10 +18,10 @@ from tests.integration.megatron_meshes import (
     Mesh,
     Task,
     build,
-    megatron_processes,
     references,
     run_cases,
 )
+from tests.integration.megatron_training import megatron_processes
 from tests.integration.ranks import run_ranks
 
 SEQUENCE = {"sequence_parallel": True}
@@ -126,7 +128,7 @@ def wrap_with_others() -> str:
     """Wrap stages whose tied embedding shares its group with the stage's other parameters; return the error."""
     mesh, tied = Mesh(pp=2), ModelGroups.tied
     # The first call for shared parameters finds none, so that they get no separate group.
-    found = iter([lambda groups, model: []])
+    found: Iterator[Any] = iter([lambda groups, model: []])
     first_not = mock.patch.object(ModelGroups, "tied", lambda groups, model: next(found, tied)(groups, model))
     with megatron_processes(**mesh.groups()), first_not:
         with pytest.raises(ConfigError) as caught:

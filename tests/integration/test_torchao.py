@@ -37,7 +37,10 @@ def weights_after(engine: Any, name: str) -> list[torch.Tensor]:
             engine(module)
     optimizer = getattr(torchao.optim, name)(model.parameters(), lr=0.01, **KINDS[name])
     compiler = torch.compile
-    torch.compile = lambda function, **options: compiler(function, **{**options, "backend": "aot_eager"})
+    # One function for all overloads.
+    torch.compile = lambda function, **options: compiler(  # type: ignore[assignment]
+        function, **{**options, "backend": "aot_eager"}
+    )
     try:
         for step in range(3):
             for rank in ranks:

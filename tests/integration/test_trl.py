@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer
@@ -88,6 +89,7 @@ def train_sharded(folder: Path, options: dict[str, Any]) -> tuple[list[float], d
             trainer = trainer_of(folder, per_device_train_batch_size=2, **FSDP, **options)
             start = whole_state(trainer.model)
             trainer.train()
+        assert isinstance(trainer.model, nn.Module)
         assert isinstance(trainer.model, FsdpModule)
         assert all(isinstance(parameter, DTensor) for parameter in trainer.model.parameters())
         return losses_of(trainer), start, whole_state(trainer.model)

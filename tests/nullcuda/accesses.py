@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any
 from unittest import mock
 
@@ -147,12 +148,13 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 def _where() -> str:
     """Return the innermost three lines of the project that are being run."""
-    frame, found = sys._getframe(2), []
+    frame: FrameType | None = sys._getframe(2)
+    found: list[str] = []
     while frame is not None and len(found) < 3:
         name = frame.f_code.co_filename
         if name.startswith(ROOT) and "/nullcuda/" not in name:
             found.append(f"{os.path.basename(name)}:{frame.f_lineno}")
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return " < ".join(found)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore  # torch.distributed has it, but untyped
 
 LIBRARY = ctypes.CDLL(os.environ["NULLCUDA"])
 
@@ -61,7 +62,7 @@ def calls(start: int = 0) -> list[Call]:
 
 def stream_id(stream: torch.Stream) -> int:
     """Return a stream's number in the log."""
-    return int(LIBRARY.nullcuda_stream_id(stream.native_handle))
+    return int(LIBRARY.nullcuda_stream_id(stream.native_handle))  # type: ignore[attr-defined]  # not in torch's stubs
 
 
 @contextmanager
@@ -82,4 +83,4 @@ def become_rank_0_of(world_size: int) -> None:
     # cuDNN has no kernels here.
     torch.backends.cuda.enable_cudnn_sdp(False)
     device = torch.device("cuda", 0)
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=world_size, device_id=device)
+    dist.init_process_group("nccl", store=HashStore(), rank=0, world_size=world_size, device_id=device)

@@ -9,6 +9,7 @@ import sys
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore  # torch.distributed has it, but untyped
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -25,7 +26,7 @@ def steps(engine: str, sums: str, tokens: int) -> dict[str, float]:
     torch.cuda.set_device(0)
     torch.backends.cuda.enable_cudnn_sdp(False)
     device = torch.device("cuda", 0)
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=RANKS, device_id=device)
+    dist.init_process_group("nccl", store=HashStore(), rank=0, world_size=RANKS, device_id=device)
     mesh = init_device_mesh("cuda", (RANKS,))
     with torch.device("meta"):
         model = make_model("llama3-8b", LAYERS)

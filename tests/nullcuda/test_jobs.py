@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import HashStore  # torch.distributed has it, but untyped
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_fsdp import CPUOffloadPolicy
@@ -40,7 +41,7 @@ def bound_to_another_device() -> set[torch.device]:
     """Train on the device that the group is bound to, which is not the current one."""
     dist.destroy_process_group()
     device = torch.device("cuda", 1)
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=8, device_id=device)
+    dist.init_process_group("nccl", store=HashStore(), rank=0, world_size=8, device_id=device)
     assert torch.cuda.current_device() == 0
     model: Any = sharded(build(Block).to(device), "optim_grads_params", mesh=init_device_mesh("cuda", (8,)))
     loss_of(model, data(0, 0, 0).to(device)).backward()
@@ -61,9 +62,7 @@ def most_ctas_of_communicators() -> list[int]:
     options.config.max_ctas = 7
     device = torch.device("cuda", 0)
     with machine.logged():
-        dist.init_process_group(
-            "nccl", store=dist.HashStore(), rank=0, world_size=8, device_id=device, pg_options=options
-        )
+        dist.init_process_group("nccl", store=HashStore(), rank=0, world_size=8, device_id=device, pg_options=options)
         mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("outer", "inner"))
         for strategy in ("hsdp", "hfsdp"):
             model: Any = sharded(build(Block).to(device), strategy, mesh=mesh)
@@ -87,12 +86,11 @@ def gathers_of_copy_engines() -> tuple[list[int], int, int]:
     dist.destroy_process_group()
     torch.cuda.set_device(0)
     device = torch.device("cuda", 0)
-    options = dist.ProcessGroupNCCL.Options()
-    options.config.cta_policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO
+    nccl: Any = dist.ProcessGroupNCCL
+    options = nccl.Options()
+    options.config.cta_policy = nccl.NCCL_CTA_POLICY_ZERO
     with machine.logged():
-        dist.init_process_group(
-            "nccl", store=dist.HashStore(), rank=0, world_size=8, device_id=device, pg_options=options
-        )
+        dist.init_process_group("nccl", store=HashStore(), rank=0, world_size=8, device_id=device, pg_options=options)
         mesh = init_device_mesh("cuda", (8,))
         model: Any = sharded(build(Block).to(device), "optim_grads_params", mesh=mesh, mp_policy=BF16)
         _symmetric(model, "cuda")
@@ -117,7 +115,8 @@ def gathers_of_copy_engines() -> tuple[list[int], int, int]:
 def test_gathers_can_use_copy_engines_where_the_user_asks_nccl_for_zero_ctas() -> None:
     policies, number, number_in_windows = in_job(gathers_of_copy_engines)
     assert number > 0
-    assert set(policies) == {dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO}
+    nccl: Any = dist.ProcessGroupNCCL
+    assert set(policies) == {nccl.NCCL_CTA_POLICY_ZERO}
     assert number_in_windows == number
 
 
@@ -127,8 +126,8 @@ def communicators_with_windows(is_bound: bool) -> tuple[set[int], set[int]]:
     torch.cuda.set_device(0)
     device = torch.device("cuda", 0)
     with machine.logged():
-        bound = {"device_id": device} if is_bound else {}
-        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=8, **bound)
+        bound: dict[str, Any] = {"device_id": device} if is_bound else {}
+        dist.init_process_group("nccl", store=HashStore(), rank=0, world_size=8, **bound)
         model: Any = sharded(build(Block).to(device), "optim_grads_params", mesh=init_device_mesh("cuda", (8,)))
         _symmetric(model, "cuda")
         loss_of(model, data(0, 0, 0).to(device)).backward()

@@ -1,6 +1,7 @@
 """The settings of test_gpu_ranks.py on rank 0 of 8: streams and events keep apart whatever touches the same memory."""
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -10,7 +11,7 @@ from tests.functional.test_gpu_ranks import SETTINGS, STEPS, trained
 from tests.harness import run_ranks
 from tests.nullcuda import accesses, machine, races
 
-MUTANTS = {
+MUTANTS: dict[str, AbstractContextManager[Any]] = {
     "": nullcontext(),
     "lanes do not wait for compute": mock.patch.object(Compute, "all", return_value=[]),
     "compute does not wait for lanes": mock.patch.object(Ticket, "_wait_on_streams"),

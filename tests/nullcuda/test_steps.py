@@ -133,8 +133,14 @@ FLAGS = (
 @pytest.mark.parametrize("extra", [[], ["--bf16"], ["--fsdp-double-buffer"], ["--use-nccl-ub"]], ids=" ".join)
 def test_the_training_script_runs_on_two_gpus(extra: list[str], tmp_path: Path) -> None:
     (tmp_path / "text").write_bytes(b"the quick brown fox jumps over the lazy dog; " * 400)
-    start = [sys.executable, ROOT / "examples/start_ranks.py", "--standalone", "--nproc-per-node", "2"]
-    script = [ROOT / "examples/pretrain_gpt.py", *FLAGS, "--data-path", "text", *extra]
+    start: list[str | Path] = [
+        sys.executable,
+        ROOT / "examples/start_ranks.py",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
+    script: list[str | Path] = [ROOT / "examples/pretrain_gpt.py", *FLAGS, "--data-path", "text", *extra]
     done = subprocess.run([*start, *script], cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
 

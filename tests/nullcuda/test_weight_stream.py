@@ -71,7 +71,7 @@ def races_of_a_packing_receiver(bucket_bytes: int, by_bucket: bool) -> list[str]
             model(x).sum().backward()
             optimizer.step()
             stream = weight_stream(model, bucket_bytes=bucket_bytes)
-            arriving = stream.buckets() if by_bucket else stream
+            arriving: Any = stream.buckets() if by_bucket else stream
             is_over, turn = False, 0
             while not is_over:
                 packer = packers[turn % 5]

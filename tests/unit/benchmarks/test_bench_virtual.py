@@ -5,7 +5,7 @@ import argparse
 import pytest
 import torch
 
-from benchmarks.bench_error_bar import calibrate, settings
+from benchmarks.bench_error_bar import Setting, calibrate, settings
 from benchmarks.bench_virtual import bound, predict, rows_text, run
 from benchmarks.h200 import H200
 from megatron_fsdp.virtual.playback import play
@@ -57,7 +57,7 @@ def test_a_third_of_the_settings_calibrates_and_exact_quantities_are_found_again
     fitted = [each for each in chosen if each.calibrates]
     generator = torch.Generator().manual_seed(1)
     sizes = torch.randint(1, 1000, (len(fitted), 3), generator=generator).tolist()
-    recorded = {
+    recorded: dict[Setting, tuple[Item, ...]] = {
         each: (
             Item(None, Work("mm", "product", flops * 10**6, num_bytes * 10**3)),
             Item(None, Work("all_gather", "all_gather", 0, sent * 10**4, ranks=(0, 1))),

@@ -11,7 +11,7 @@ import pretrain_gpt
 from gpt.arguments import parse_arguments
 from gpt.checkpoint import TrainingState
 from gpt.indexed import load_data
-from gpt.job import build_job
+from gpt.job import Job, build_job
 from gpt.launch import Ranks
 from gpt.parallel import unwrapped
 
@@ -23,7 +23,7 @@ TINY = (
 )
 
 
-def make_job(flags: str) -> pretrain_gpt.Job:
+def make_job(flags: str) -> Job:
     """Return the job of a command line on this rank; ``--data-path`` must be absolute, as ranks start in any folder."""
     ranks = Ranks(dist.get_rank(), dist.get_rank(), dist.get_world_size())
     args = parse_arguments([*TINY.split(), *flags.split()], num_ranks=ranks.size)
@@ -31,7 +31,7 @@ def make_job(flags: str) -> pretrain_gpt.Job:
     return build_job(args, ranks, torch.device("cpu"), load_data(args), log)
 
 
-def whole_weights(job: pretrain_gpt.Job) -> dict[str, torch.Tensor]:
+def whole_weights(job: Job) -> dict[str, torch.Tensor]:
     """Return copies of all weights, gathered."""
     return {
         name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
@@ -39,7 +39,7 @@ def whole_weights(job: pretrain_gpt.Job) -> dict[str, torch.Tensor]:
     }
 
 
-def steps(job: pretrain_gpt.Job, state: TrainingState, count: int) -> tuple[list[float], TrainingState]:
+def steps(job: Job, state: TrainingState, count: int) -> tuple[list[float], TrainingState]:
     """Return the loss and the gradient norm of each step, one after the other, and the state after them."""
     numbers: list[float] = []
     for _ in range(count):

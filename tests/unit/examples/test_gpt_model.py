@@ -59,7 +59,7 @@ def test_every_weight_of_every_option_gets_a_gradient(name: str) -> None:
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_recomputation_changes_no_gradient_of_any_option(name: str) -> None:
-    gradients = []
+    gradients: list[Any] = []
     for model in (make(**OPTIONS[name]), make(recomputes=True, **OPTIONS[name])):
         with mock.patch("gpt.model.checkpoint", wraps=checkpoint) as recomputed:
             loss_of(model, make_text()).backward()
@@ -126,7 +126,8 @@ def test_the_balance_loss_is_its_coefficient_if_balanced_and_grows_otherwise() -
 
 
 def test_the_balance_loss_moves_the_router_and_is_no_part_of_the_value() -> None:
-    losses, gradients = [], []
+    losses = []
+    gradients: list[Any] = []
     for coefficient in (0.0, 10.0):
         model = make(num_experts=3, moe_aux_loss_coeff=coefficient)
         loss = loss_of(model, make_text())

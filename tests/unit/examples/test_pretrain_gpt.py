@@ -295,8 +295,8 @@ def test_fake_process_group_shards_for_more_ranks_than_processes(
     step, found = pretrain_gpt.train_step, []
 
     def look(job: Any, state: Any) -> Any:
-        assert isinstance(job.model, FsdpModule)
         parameters: list[Any] = list(job.model.parameters())
+        assert isinstance(job.model, FsdpModule)
         found.append(sum(p.to_local().numel() for p in parameters) / sum(p.numel() for p in parameters))
         return step(job, state)
 

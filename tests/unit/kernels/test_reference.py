@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -107,7 +108,7 @@ HOW = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_steps_equal_those_of_torch_to_the_bit(name: str, dtype: torch.dtype) -> None:
     how, numel = HOW[name], CHUNK_NUMEL + 3
-    options = {"lr": how.lr, "betas": how.betas, "eps": how.eps, "weight_decay": how.weight_decay}
+    options: dict[str, Any] = {"lr": how.lr, "betas": how.betas, "eps": how.eps, "weight_decay": how.weight_decay}
     theirs = torch.nn.Parameter(random(numel, 1, dtype))
     optimizer = torch.optim.AdamW([theirs], maximize=how.maximize, foreach=False, **options)
     mine = AdamWBuffers(torch.empty(numel, dtype=dtype), theirs.detach().clone(), *(torch.zeros(2, numel, dtype=dtype)))
@@ -126,7 +127,7 @@ def test_steps_equal_those_of_torch_to_the_bit(name: str, dtype: torch.dtype) ->
 @pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)], ids=["number", "tensor"])
 def test_rows_from_a_tensor_of_steps_equal_those_of_numbers(lr: float | torch.Tensor) -> None:
     steps = torch.tensor([1.0, 7.0, 1000.0])
-    options = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "maximize": True}
+    options: dict[str, Any] = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "maximize": True}
     rows = adamw_rows(steps, lr=lr, **options)
     wanted = [adamw_row(step, lr=float(lr), **options) for step in (1, 7, 1000)]
     torch.testing.assert_close(rows, torch.tensor(wanted, dtype=torch.float64), rtol=1e-7, atol=0)

@@ -1,6 +1,7 @@
 """Features that an environment variable switches off."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from torch import nn
@@ -25,7 +26,7 @@ def test_exactly_the_named_features_are_switched_off(
     without: str, is_off: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DBUFFER_WITHOUT", without)
-    model = fully_shard(nn.Linear(7, 7))
+    model: Any = fully_shard(nn.Linear(7, 7))
     model.set_slot_pool("largest")
     (group,) = model.parameter_groups
     axis = group.main_weight.axes[0]

@@ -20,7 +20,7 @@ from dbuffer_kernels import (
 )
 
 F64, BF16, I16, I32 = torch.float64, torch.bfloat16, torch.int16, torch.int32
-Call = Callable[[], object]
+Call = Callable[..., object]
 
 
 def of_pairs(op: Callable[..., object]) -> dict[str, tuple[Call, str]]:
@@ -70,7 +70,7 @@ REFUSED: dict[str, tuple[Call, str]] = {
     **{f"split {name}": (lambda halves=halves: split_weight(*halves), "split_weight")
        for name, halves in HALVES.items()},
     **{
-        f"join {name}": (lambda halves=halves: join_weight(*halves[1:], halves[0]), "join_weight")
+        f"join {name}": (lambda halves=halves: join_weight(halves[1], halves[2], halves[0]), "join_weight")
         for name, halves in HALVES.items()
     },
     **{

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ from megatron_fsdp.command_parser import CommandParser
         ({"default": None}, "size"),
     ],
 )
-def test_help_says_the_default_of_an_option_that_has_one(options: dict[str, object], said: str) -> None:
+def test_help_says_the_default_of_an_option_that_has_one(options: dict[str, Any], said: str) -> None:
     parser = CommandParser("tool", "Do it.", "  tool --size 3")
     parser.add_argument("--size", metavar="N", help="size", **options)
     *_, line = (line for line in parser.format_help().splitlines() if line.startswith("  --size"))

@@ -1,5 +1,7 @@
 """The parameters of a unit: names, groups, and allowed cuts."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -26,7 +28,8 @@ class Outer(nn.Module):
 def names(*modules: nn.Module, nested: str | None = None, ignored: tuple[str, ...] = ()) -> list[str]:
     """Return the names that a unit of modules owns; ``nested`` is a unit inside of the first module."""
     if nested is not None:
-        modules[0].get_submodule(nested)._fsdp_unit = "as fully_shard leaves it"
+        inner: Any = modules[0].get_submodule(nested)
+        inner._fsdp_unit = "as fully_shard leaves it"
     left_out = tuple(modules[0].get_parameter(name) for name in ignored)
     return [owned.name for owned in collect_parameters(modules, left_out)]
 

@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -109,7 +110,7 @@ def test_export_writes_each_parameter_once_under_the_mapped_name(checkpoint: Pat
     output = checkpoint.parent / "hf"
     assert command("export", checkpoint, output, "--name-map", checkpoint.parent / "map.json") == 0
     found = load_file(output / "model.safetensors")
-    model = Tiny()
+    model: Any = Tiny()
     load_checkpoint(model, None, checkpoint)
     assert sorted(found) == [
         "blocks.0.bias",

@@ -1,5 +1,7 @@
 """Prefetch by a number of elements: the chosen units and their order."""
 
+from typing import Any
+
 import pytest
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -32,7 +34,7 @@ def test_units_are_prefetched_up_to_the_number_but_always_one(
     for part in (*layers, layers):
         fully_shard(part, mesh, **given.fully_shard_kwargs(mesh))
     given.apply(layers)
-    units = [layer._fsdp_unit for layer in layers]
+    units: list[Any] = [layer._fsdp_unit for layer in layers]
     assert [len(unit.forward_prefetch) for unit in units] == forward
     assert [len(unit.backward_prefetch) for unit in units] == backward
     # The nearest unit first.

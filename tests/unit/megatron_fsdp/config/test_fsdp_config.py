@@ -97,8 +97,9 @@ def test_the_forms_that_megatron_gives_values_after_parsing_are_understood() -> 
     ],
 )
 def test_an_unknown_name_is_refused_with_the_nearest_valid_one(unknown: str, nearest: str) -> None:
+    settings: dict[str, Any] = {unknown: True, "bf16": True}
     with pytest.raises(ConfigError, match=f"unknown setting '{unknown}'. fix: the nearest valid one is '{nearest}'"):
-        FsdpConfig(**{unknown: True, "bf16": True})
+        FsdpConfig(**settings)
 
 
 @pytest.mark.parametrize(
@@ -221,7 +222,7 @@ def test_the_policy_fuses_by_default(line: str, fuses: str | bool) -> None:
 )
 def test_the_dtype_flags_reach_the_buffers(line: str, dtypes: tuple[torch.dtype, ...]) -> None:
     device_mesh = init_device_mesh("cpu", (1,))
-    model = fully_shard(nn.Linear(5, 3), device_mesh, **config(f"--bf16 {line}").fully_shard_kwargs(device_mesh))
+    model: Any = fully_shard(nn.Linear(5, 3), device_mesh, **config(f"--bf16 {line}").fully_shard_kwargs(device_mesh))
     model(torch.ones(2, 5)).sum().backward()
     (group,) = model.parameter_groups
     assert (group.main_weight.dtype, group.main_grad.dtype, group.spec.dtypes.reduce) == dtypes
@@ -234,7 +235,7 @@ def test_optimizer_cpu_offload_reaches_fully_shard_and_changes_no_result() -> No
     for line in ("", "--optimizer-cpu-offload"):
         torch.manual_seed(2)
         options = config(line).fully_shard_kwargs(device_mesh)
-        model = fully_shard(nn.Linear(5, 3), device_mesh, **options)
+        model: Any = fully_shard(nn.Linear(5, 3), device_mesh, **options)
         model(torch.ones(2, 5)).square().sum().backward()
         gradients.append(model.weight.grad.full_tensor())
         assert model.parameter_groups[0].spec.is_offloaded is ("offload_policy" in options) is bool(line)

@@ -90,4 +90,5 @@ def test_a_backward_that_raises_leaves_a_void_sum() -> None:
     with pytest.raises(StateError, match="incomplete"):
         model.weight.grad.norm()
     model.reset_iter_state()
-    assert (binding.sum, binding.has_final, model.weight.grad) == (None, False, None)
+    found: Any = (binding.sum, binding.has_final, model.weight.grad)
+    assert found == (None, False, None)

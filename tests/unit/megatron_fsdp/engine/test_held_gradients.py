@@ -1,5 +1,7 @@
 """Gradient memory that a communication thread releases late is reused; tensors that a user keeps stay valid."""
 
+import time
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -7,14 +9,13 @@ import torch
 from torch import nn
 
 from megatron_fsdp import Placements, fully_shard
-from megatron_fsdp.engine import accumulation
 
 pytestmark = pytest.mark.usefixtures("eight_ranks")
 
 
 @pytest.mark.parametrize("is_let_go", [True, False])
 def test_zero_grad_waits_briefly_for_a_holder_of_the_last_reductions_memory(is_let_go: bool) -> None:
-    model = fully_shard(nn.Linear(16, 16), placements=Placements.optim(0))
+    model: Any = fully_shard(nn.Linear(16, 16), placements=Placements.optim(0))
     model(torch.ones(2, 16)).sum().backward()
     (group,) = model.parameter_groups
     assert group.main_grad is not None
@@ -24,6 +25,6 @@ def test_zero_grad_waits_briefly_for_a_holder_of_the_last_reductions_memory(is_l
         if is_let_go:
             held.clear()
 
-    with mock.patch.object(accumulation.time, "sleep", pause):
+    with mock.patch.object(time, "sleep", pause):
         model.zero_grad()
     assert group.main_grad.is_allocated is not is_let_go

@@ -1,6 +1,7 @@
 """The strategy as a triple of placements: what each name means, which triples are legal."""
 
 import itertools
+from typing import Any
 
 import pytest
 
@@ -8,6 +9,8 @@ from dbuffer import BufferPlacement, Flat, Partial, PlacementError, Replicate
 from megatron_fsdp import Placements
 
 R, P, F = Replicate(), Partial(), Flat()
+# Taken too: a list, or one value alone, where a field holds a tuple.
+FREELY: Any = Placements
 
 
 @pytest.mark.parametrize(
@@ -35,10 +38,10 @@ def test_a_strategy_by_name_is_its_triple(
 @pytest.mark.parametrize(
     ("written", "named"),
     [
-        (Placements("dp", F, F, F), Placements.optim_grads_params("dp")),
-        (Placements(["dp"], [F], [F], [F]), Placements.optim_grads_params("dp")),
+        (FREELY("dp", F, F, F), Placements.optim_grads_params("dp")),
+        (FREELY(["dp"], [F], [F], [F]), Placements.optim_grads_params("dp")),
         (Placements(("outer", "inner"), (R, F), (P, F), (R, F)), Placements.hsdp("outer", "inner")),
-        (Placements(("dp",), (F,), (Partial("avg"),), (F,)), Placements("dp", F, P, F)),
+        (Placements(("dp",), (F,), (Partial("avg"),), (F,)), FREELY("dp", F, P, F)),
         (Placements.no_shard("a", "b"), Placements(("a", "b"), (R, R), (P, P), (R, R))),
     ],
 )

@@ -3,6 +3,7 @@
 import itertools
 import random
 import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -67,14 +68,15 @@ def check(plan: TransferPlan) -> None:
     source, target = plan.source, plan.target
     held, wanted = ({rank: has(layout, rank) for rank in layout.parts} for layout in (source, target))
     arrived = {rank: np.zeros(target.num_bytes, dtype=np.int64) for rank in wanted}
-    sent, pairs = dict.fromkeys(held, 0), {}
+    sent = dict.fromkeys(held, 0)
+    pairs: dict[tuple[int, int], int] = {}
     for sender, receiver, start, stop in rows(plan):
         assert sender != receiver
         assert held[sender][start:stop].all()
         arrived[receiver][start:stop] += 1
         sent[sender] += stop - start
         pairs[sender, receiver] = pairs.get((sender, receiver), 0) + stop - start
-    lacking = sum(arrived.values())
+    lacking: Any = sum(arrived.values())
     for rank, parts in plan.kept.items():
         assert (held[rank] * wanted[rank]).sum() == parts.num_bytes
         for start, stop in zip(parts.starts.tolist(), parts.stops.tolist(), strict=True):

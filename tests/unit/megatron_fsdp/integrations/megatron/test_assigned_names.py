@@ -4,6 +4,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ class Scene:
     found: type
     wanted: type
     first: ModuleType
-    second: ModuleType
+    second: Any
 
 
 @pytest.fixture

@@ -69,7 +69,8 @@ def test_plain_parameters_step_as_with_torch_to_the_bit(name: str, dtype: torch.
 
 
 def test_rates_and_betas_may_be_tensors_and_change_in_place() -> None:
-    rate, betas = torch.tensor(0.05), (torch.tensor(0.5), torch.tensor(0.25))
+    rate = torch.tensor(0.05)
+    betas: Any = (torch.tensor(0.5), torch.tensor(0.25))
     mine, theirs = AdamW(parameters(), lr=rate, betas=betas), AdamW(parameters(), lr=0.05, betas=(0.5, 0.25))
     run(mine, range(2))
     run(theirs, range(2))
@@ -192,8 +193,9 @@ def test_moments_of_another_dtype_are_that_also_after_loading_them() -> None:
 
 @pytest.mark.parametrize("name", ["amsgrad", "differentiable"])
 def test_unsupported_options_are_refused_at_construction_in_groups_and_on_load(name: str) -> None:
+    refused: dict[str, Any] = {name: True}
     with pytest.raises(ConfigError, match=f"AdamW\\({name}=True\\).*torch.optim.AdamW with fully_shard_optimizer"):
-        AdamW(parameters(), **{name: True})
+        AdamW(parameters(), **refused)
     optimizer = AdamW(parameters())
     with pytest.raises(ConfigError, match=name):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], name: True})

@@ -61,7 +61,7 @@ def test_views_make_groups_of_their_own() -> None:
 
 
 def test_names_go_before_attributes_and_these_before_modules() -> None:
-    model = LanguageModel()
+    model: Any = LanguageModel()
     model.layers[0].out.weight.use_muon = False
     model.layers[1].out.weight.is_embedding_or_output_parameter = True
     model.decoder.weight.use_muon = True
