@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ def by_dual_numbers(model: nn.Module, x: torch.Tensor, tangent: torch.Tensor) ->
         return output.primal, output.tangent
 
 
-WAYS: dict[str, Callable[[nn.Module, torch.Tensor, torch.Tensor], Pair]] = {
+WAYS: dict[str, Callable[[nn.Module, torch.Tensor, torch.Tensor], Any]] = {
     "jvp": lambda model, x, tangent: torch.func.jvp(model, (x,), (tangent,)),
     "jacfwd": lambda model, x, tangent: (
         jacobian := torch.func.jacfwd(lambda each: model(each).sum())(x), (jacobian * tangent).sum()

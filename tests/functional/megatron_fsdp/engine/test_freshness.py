@@ -8,8 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from dbuffer_kernels import AdamWBuffers
+from dbuffer_kernels import AdamWBuffers, adamw
 from megatron_fsdp import AdamW, FsdpModule, MixedPrecisionPolicy, StateError, fully_shard, fully_shard_optimizer
 from megatron_fsdp.optim.adamw import update as adamw_update
 from tests.harness import on_ranks, run_ranks
@@ -60,6 +61,7 @@ def halved_state(model: nn.Module) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def halve_shards(model: nn.Module) -> None:
+    parameter: Any
     for parameter in model.parameters():
         parameter.to_local().mul_(0.5)
 
@@ -209,12 +211,11 @@ def step_unseen(policy_name: str) -> list[torch.Tensor]:
     optimizer = AdamW(model.parameters(), lr=0.1)
     train_once(model, optimizer)
     output_of(model, 0).square().mean().backward()
-    kernel = adamw_update.adamw
 
     def unseen(buffers: AdamWBuffers, *args: Any, **options: Any) -> None:
         tensors = [buffers.weight, *([] if buffers.model_weight is None else [buffers.model_weight])]
-        with torch.autograd._unsafe_preserve_version_counter(tuple(tensors)):
-            kernel(buffers, *args, **options)
+        with _unsafe_preserve_version_counter(tuple(tensors)):
+            adamw(buffers, *args, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(adamw_update, "adamw", unseen)

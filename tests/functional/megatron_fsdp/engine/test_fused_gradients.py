@@ -74,7 +74,7 @@ class Setting:
 
 BF16, FP32 = torch.bfloat16, torch.float32
 ZERO3 = "optim_grads_params"
-WIDE = {"fuse_weight_gradients": "wide"}
+WIDE: dict[str, Any] = {"fuse_weight_gradients": "wide"}
 SETTINGS = {
     "experts, bf16": Setting(ZERO3, MixedPrecisionPolicy(BF16, BF16), True, build=of_experts),
     "experts, reduced in fp32": Setting(ZERO3, MixedPrecisionPolicy(BF16, FP32), False, build=of_experts),

@@ -135,7 +135,7 @@ KEPT = [
 def test_gradients_that_are_kept_have_their_values_after_the_next_backward(
     strategy: str, memory: str, is_late: bool
 ) -> None:
-    options = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if memory == "offloaded" else {}
+    options: dict[str, Any] = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if memory == "offloaded" else {}
     model = sharded(Stack(Block(), Block()), strategy, **options)
     if memory == "slots":
         model.set_slot_pool("largest")

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from dbuffer_kernels import accumulate
 from megatron_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from megatron_fsdp.certify.checker import Checker
 from megatron_fsdp.certify.clocks import VirtualStreams
@@ -20,7 +21,6 @@ from tests.harness.twins import Twins
 def test_the_first_microbatch_is_copied_and_the_host_adds_later_ones(strategy: str) -> None:
     twins = Twins(strategy=strategy, offload_policy=CPUOffloadPolicy(pin_memory=False))
     added: list[bool] = []
-    accumulate = last_reduction.accumulate
 
     def counted(source: torch.Tensor, out: torch.Tensor, **options: Any) -> torch.Tensor:
         added.append(not options.get("overwrite", False))
@@ -43,10 +43,8 @@ def test_the_first_microbatch_is_copied_and_the_host_adds_later_ones(strategy: s
 @on_ranks(3)
 def test_sums_of_sixteen_bits_are_scaled_in_at_least_fp32_on_their_way_to_the_host() -> None:
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, main_params_dtype=torch.float32)
-    here, there = (
-        Twins(strategy="optim_grads_params", mp_policy=policy, **options).model
-        for options in ({}, {"offload_policy": CPUOffloadPolicy(pin_memory=False)})
-    )
+    settings: list[dict[str, Any]] = [{}, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}]
+    here, there = (Twins(strategy="optim_grads_params", mp_policy=policy, **options).model for options in settings)
     for model in (here, there):
         for step in range(2):
             model(torch.full((2, 7), 1.0 + step, dtype=torch.bfloat16)).float().square().mean().backward()

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -121,7 +122,7 @@ RESHARD = [{"reshard_after_forward": True}, {}, {"reshard_after_forward": False}
 def test_a_view_that_a_unit_returns_may_be_changed_in_place(view: str) -> None:
     for change in CHANGES:
         for options in RESHARD:
-            assert apart(lambda change=change: changed(view, change), **options) < 1e-6, (change, options)
+            assert apart(partial(changed, view, change), **options) < 1e-6, (change, options)
 
 
 @pytest.mark.parametrize("take", TAKEN)
@@ -133,7 +134,7 @@ def test_a_unit_may_return_its_weight_or_a_view_of_it(take: str) -> None:
 
 @on_ranks(2)
 def test_a_returned_weight_keeps_its_values_after_the_unit_resharded() -> None:
-    model = table("a slice")
+    model: Any = table("a slice")
     wanted = copy.deepcopy(model.table.weight[:3].detach())
     fully_shard(model.table, reshard_after_forward=True)
     assert model.table(inputs(0, 0))[0].equal(wanted)

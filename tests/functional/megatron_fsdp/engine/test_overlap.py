@@ -122,6 +122,7 @@ class Peak(TorchDispatchMode):
         self.num_bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        storage: torch.UntypedStorage | None
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves((args, kwargs, result)):
             if isinstance(tensor, torch.Tensor) and not isinstance(tensor, DTensor):

@@ -1,13 +1,15 @@
 """Optimizer state and averages that users make by hand from the placements of parameters have their rows."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -50,8 +52,10 @@ def test_averages_and_state_of_parameters_made_by_hand_are_whole(kind: str, tmp_
     made = {name: offloaded(parameter) for name, parameter in parameters.items()}
     for name, each in made.items():
         assert isinstance(each, FlatDTensor)
-        assert torch.equal(each.mul(2).full_tensor(), whole[name] * 2)
-        assert torch.equal(each.abs().max().full_tensor(), whole[name].abs().max())
+        doubled: Any = each.mul(2)
+        largest: Any = each.abs().max()
+        assert torch.equal(doubled.full_tensor(), whole[name] * 2)
+        assert torch.equal(largest.full_tensor(), whole[name].abs().max())
         with torch.no_grad():
             each.mul_(0.5).add_(parameters[name], alpha=2)
         torch.testing.assert_close(each.full_tensor(), whole[name] * 2.5)
@@ -59,11 +63,12 @@ def test_averages_and_state_of_parameters_made_by_hand_are_whole(kind: str, tmp_
     folders = [str(tmp_path)]
     dist.broadcast_object_list(folders)
     folder = folders[0]
-    dcp.save(made, checkpoint_id=folder)
-    loaded = {name: torch.zeros_like(each) for name, each in made.items()}
-    dcp.load(loaded, checkpoint_id=folder)
+    save(made, checkpoint_id=folder)
+    loaded: dict[str, Any] = {name: torch.zeros_like(each) for name, each in made.items()}
+    load(loaded, checkpoint_id=folder)
     for name, each in loaded.items():
         torch.testing.assert_close(each.full_tensor(), whole[name] * 2.5)
     model.load_state_dict(made)
-    for name, each in get_model_state_dict(model).items():
+    state: dict[str, Any] = get_model_state_dict(model)
+    for name, each in state.items():
         torch.testing.assert_close(each.full_tensor(), whole[name] * 2.5)

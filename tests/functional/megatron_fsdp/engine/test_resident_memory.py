@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -62,7 +63,8 @@ def test_a_hundred_steps_add_less_than_10_mib_to_what_is_resident() -> None:
 @on_ranks(2)
 def test_nothing_is_kept_of_the_collectives_of_a_step() -> None:
     Training().step()
-    assert json.loads(torch._C._distributed_c10d._dump_fr_trace_json()).get("entries", []) == []
+    c10d: Any = torch._C._distributed_c10d
+    assert json.loads(c10d._dump_fr_trace_json()).get("entries", []) == []
 
 
 def printed(program: str, **variables: str) -> str:

@@ -42,24 +42,28 @@ def routed(*, is_frozen: bool = False) -> nn.Module:
 def main_and_aux(model: nn.Module, rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the loss of the output, and the loss of the tensors that the layers kept."""
     main = squared(model, rank, step)
-    return main, sum(0.1 * index * each.aux for index, each in enumerate(model.modules()) if isinstance(each, Routed))
+    aux: Any = sum(0.1 * index * each.aux for index, each in enumerate(model.modules()) if isinstance(each, Routed))
+    return main, aux
+
+
+def main_plus_aux(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    total: Any = sum(main_and_aux(model, rank, step))
+    return total
 
 
 def aux_kept_from_evaluation(model: nn.Module, rank: int, step: int) -> torch.Tensor:
     """Keep detached attributes of the first microbatch when the second one runs."""
     with torch.no_grad():
         _, kept = main_and_aux(model, rank, 100 + step)
-    return sum(main_and_aux(model, rank, step)) * (1 + kept)
+    return main_plus_aux(model, rank, step) * (1 + kept)
 
 
 CASES: dict[str, Case] = {
-    "an auxiliary loss of frozen weights": Case(
-        partial(routed, is_frozen=True), lambda *args: sum(main_and_aux(*args))
-    ),
+    "an auxiliary loss of frozen weights": Case(partial(routed, is_frozen=True), main_plus_aux),
     "an auxiliary loss kept from an evaluation": Case(routed, aux_kept_from_evaluation),
     "an auxiliary loss in recomputed layers": Case(
         lambda: CheckpointedStack(*(Routed() for _ in range(3))),
-        lambda *args: sum(main_and_aux(*args)),
+        main_plus_aux,
         is_guarded=False,
     ),
 }

@@ -7,6 +7,7 @@ GPU.
 import contextlib
 import gc
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -49,7 +50,7 @@ def test_small_gradients_are_copied_on_their_stream_before_another_ones_turn() -
             Branches(double, 5, bias=False), mp_policy=MixedPrecisionPolicy(fuse_weight_gradients=False)
         )
         names = [name.removesuffix(".weight") for name, _ in model.named_parameters()]
-        buffer = groups_of(model)[0].gradient_buffer
+        buffer: Any = groups_of(model)[0].gradient_buffer
         pack = buffer._pack
 
         def noted(index: int, gradient: torch.Tensor) -> None:

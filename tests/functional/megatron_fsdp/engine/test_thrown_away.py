@@ -25,7 +25,8 @@ def build() -> nn.Module:
 
 def made(strategy: str) -> Any:
     torch.manual_seed(0)
-    return sharded(build(), strategy, **({"mesh": make_mesh((2, 1))} if strategy == "hsdp" else {}))
+    options: dict[str, Any] = {"mesh": make_mesh((2, 1))} if strategy == "hsdp" else {}
+    return sharded(build(), strategy, **options)
 
 
 def train(model: nn.Module, step: int) -> None:
@@ -57,7 +58,7 @@ def test_a_sum_under_way_is_not_read_as_a_gradient(strategy: str) -> None:
         assert torch.equal(one, parameter.to_local())
 
 
-def fail(model: nn.Module, step: int) -> None:
+def fail(model: Any, step: int) -> None:
     """Run forward and backward of a step; a hook behind the middle block raises."""
 
     def explode(*_: Any) -> None:
@@ -93,7 +94,8 @@ def test_training_on_gradients_of_a_failed_backward_is_refused(strategy: str) ->
 @pytest.mark.parametrize("strategy", ["optim_grads_params", "no_shard", "hsdp"])
 @on_ranks(2)
 def test_a_failed_backward_has_ended_though_a_thread_still_holds_its_task(strategy: str) -> None:
-    twins = Twins(build, strategy, **({"mesh": make_mesh((2, 1))} if strategy == "hsdp" else {}))
+    options: dict[str, Any] = {"mesh": make_mesh((2, 1))} if strategy == "hsdp" else {}
+    twins = Twins(build, strategy, **options)
     model = twins.model
     held: list[Any] = []
     queue = final_callback._queue_final_callback
@@ -118,7 +120,7 @@ def test_a_failed_backward_has_ended_though_a_thread_still_holds_its_task(strate
 @pytest.mark.parametrize("strategy", ["optim", "hsdp"])
 @on_ranks(2)
 def test_a_sum_that_a_failed_backward_reduced_without_adding_to_it_is_refused(strategy: str) -> None:
-    options = {"mesh": make_mesh((2, 1))} if strategy == "hsdp" else {}
+    options: dict[str, Any] = {"mesh": make_mesh((2, 1))} if strategy == "hsdp" else {}
     twins = Twins(lambda: Headed(Block(), Block(), outputs=3), strategy, **options)
     model: Any = twins.model
     first, second = model.layers

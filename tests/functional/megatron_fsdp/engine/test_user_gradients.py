@@ -148,7 +148,8 @@ def test_every_clipper_leaves_gradients_of_a_norm_that_is_nan_as_they_are() -> N
 
 
 def penalty(model: nn.Module) -> torch.Tensor:
-    return sum(p.square().sum() for p in model.parameters() if p.ndim == 2)
+    total: Any = sum(p.square().sum() for p in model.parameters() if p.ndim == 2)
+    return total
 
 
 def _off(one: torch.Tensor | None, other: torch.Tensor) -> float:

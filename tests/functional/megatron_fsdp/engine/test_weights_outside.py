@@ -66,7 +66,7 @@ def test_weights_used_outside_of_their_units_forward_train_like_the_plain_model(
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*outside of its unit's forward")
             twins.backward(0, loss)
-            losses = [loss(model, dist.get_rank(), 0).detach() for model in twins]
+            losses: Any = [loss(model, dist.get_rank(), 0).detach() for model in twins]
         assert torch.allclose(*losses), name
         assert twins.gradients_apart() < 1e-12, name
 

@@ -296,7 +296,7 @@ def test_a_rank_whose_store_never_answers_says_so_in_time() -> None:
         raise RuntimeError("it takes longer")
 
     with alone(1, lambda: now):
-        watch = made(1, "runs", None)
+        watch: Any = made(1, "runs", None)
         with (
             mock.patch.object(watch._has_verdict, "wait", side_effect=pass_by),
             pytest.raises(AgreementError, match="the job's store cannot be reached"),

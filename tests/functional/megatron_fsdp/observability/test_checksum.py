@@ -61,6 +61,7 @@ def sharded_tied(shape: tuple[int, ...], strategy: str, policy: MixedPrecisionPo
 def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Step with gradients that are set without sums, so that every run has the same bits."""
     generator = torch.Generator().manual_seed(5)
+    parameter: Any
     for parameter in model.parameters():
         gradient = torch.randn(parameter.shape, generator=generator)
         if hasattr(parameter, "device_mesh"):
@@ -119,7 +120,7 @@ def test_a_flipped_bit_a_swap_or_a_new_name_changes_one_parameters_checksum() ->
     def flip(model: Tied) -> None:
         model.inner[0].weight.view(-1).view(torch.int32)[4200] ^= 1
 
-    def swap(model: Tied) -> None:
+    def swap(model: Any) -> None:
         model.inner[0].weight[:2] = model.inner[0].weight[:2].flip(0)
 
     wanted = parameter_checksums(made())

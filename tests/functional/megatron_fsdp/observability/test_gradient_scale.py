@@ -264,7 +264,7 @@ def test_a_loss_that_raises_leaves_no_gradients(is_in_backward: bool) -> None:
     model = stack()
     x = rows(dist.get_rank())
 
-    def broken(inner: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    def broken(inner: Any, batch: torch.Tensor) -> torch.Tensor:
         if is_in_backward:
             hidden = inner.layers[1].register_forward_pre_hook(lambda _, args: RaisesInBackward.apply(args[0]))
             try:

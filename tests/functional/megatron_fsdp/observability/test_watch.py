@@ -282,15 +282,14 @@ def test_undamaged_replicas_agree_and_single_shards_are_not_compared(shape: tupl
 
 @on_ranks(2)
 def test_a_check_looks_at_replicas_at_once_and_frozen_parameters_count() -> None:
-    model = sharded_model("no_shard", mesh=(2,))
+    model: Any = sharded_model("no_shard", mesh=(2,))
     with Watch(model, TIMEOUT * 30, replica_interval=1000) as watch:
         watch.check()
         if dist.get_rank() == 1:
             model.shift.detach().to_local()[0] += 1
         with pytest.raises(AgreementError) as error:
             watch.check()
-    error = str(error.value).splitlines()[0]
-    assert error.endswith("parameter 'shift' of unit 'Model': rank 0 against rank 1")
+    assert str(error.value).splitlines()[0].endswith("parameter 'shift' of unit 'Model': rank 0 against rank 1")
 
 
 @on_ranks(4)
@@ -306,8 +305,7 @@ def test_replicas_over_tensor_parallel_ranks_are_compared_on_all_ranks() -> None
             model[0].bias.detach().to_local()[0] += 1
         with pytest.raises(AgreementError) as error:
             watch.check()
-    error = str(error.value).splitlines()[0]
-    assert error.endswith("parameter '0.bias' of unit 'Sequential': rank 2 against rank 3")
+    assert str(error.value).splitlines()[0].endswith("parameter '0.bias' of unit 'Sequential': rank 2 against rank 3")
 
 
 @on_ranks(3, timeout=60)

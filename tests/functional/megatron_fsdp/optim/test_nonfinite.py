@@ -28,7 +28,7 @@ def sharded(layout: str) -> Model:
     return sharded_model(strategy, mesh=shape)
 
 
-def backward(model: Model, step: int, value: float | None = None) -> None:
+def backward(model: Model, step: int, value: Any = None) -> None:
     """Compute gradients; on rank 1 alone, those of the last block's experts and gain are spoiled by a value."""
     hooks: list[Any] = []
 

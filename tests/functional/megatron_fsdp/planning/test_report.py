@@ -246,7 +246,7 @@ def run(setting: Setting, mesh: DeviceMesh) -> Step:
         partial(fully_shard, mesh=mesh, placements=STRATEGIES[setting.strategy], mp_policy=policy)
     )
     seen = Step(explain(model, setting.num_microbatches), meter.current_bytes - before)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trained: Any = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = fully_shard_optimizer(torch.optim.AdamW(trained, lr=0.01))
     for step in range(2):
         seen.forward_peak = seen.backward_peak = 0

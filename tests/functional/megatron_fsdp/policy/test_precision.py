@@ -326,7 +326,7 @@ def test_parameters_compute_in_the_dtype_that_the_override_gives_them() -> None:
     weight = model.up.weight.detach().clone()
     fully_shard(model, mp_policy=MixedPrecisionPolicy(BF16, param_dtype_override_fn=own_for_vectors))
     xs = [torch.arange(6.0).view(2, 3) + rank for rank in range(2)]
-    total = sum(nn.functional.linear(x.bfloat16(), weight.bfloat16()).float().sum(0) / 2 for x in xs)
+    total: Any = sum(nn.functional.linear(x.bfloat16(), weight.bfloat16()).float().sum(0) / 2 for x in xs)
     model(xs[dist.get_rank()]).float().sum().backward()
     assert sorted(asked) == [1, 2]
     assert seen == [BF16, BF16, FP32]

@@ -271,7 +271,8 @@ def test_an_error_inside_leaves_model_and_optimizer_as_they_were() -> None:
         assert_same(contents(model, optimizer), before)
     # The error is raised on all ranks, after all data have arrived.
     for name in ("make_over", "watch_inner_modules"):
-        original, calls = getattr(reshard, name), []
+        original = getattr(reshard, name)
+        calls: list[int] = []
 
         def fail(*args: Any, original: Any = original, calls: Any = calls) -> Any:
             calls.append(1)

@@ -39,7 +39,7 @@ from tests.functional.expert_parallel import shard_experts
 from tests.functional.megatron_fsdp.transfer.tensor_parallel import tensor_parallel_stack
 from tests.harness import on_ranks
 from tests.harness.grids import covering
-from tests.harness.models import Block, Model, Stack, make_model
+from tests.harness.models import Block, Stack, make_model
 from tests.harness.oracle import STRATEGIES, sharded, token_loss, units_of
 
 TWO_AXES = ("hsdp", "hfsdp", "no_shard on two axes", "optim_grads_params on two axes")
@@ -134,7 +134,7 @@ def test_ignored_replicated_frozen_and_unowned_weights_are_streamed_too() -> Non
     plain = Stack(Block(), Block(hidden=1), Block(hidden=17), Block())
     plain.register_buffer("count", torch.tensor(3))
     plain.layers[0].requires_grad_(False)
-    model = copy.deepcopy(plain)
+    model: Any = copy.deepcopy(plain)
     fsdp_no_shard(model.layers[1])
     ignored = {model.layers[2].up.weight}
     for layer in model.layers[:3]:
@@ -169,6 +169,7 @@ def test_experts_cut_along_two_axes_are_put_together() -> None:
 
 @on_ranks(4)
 def test_experts_of_other_ranks_under_the_same_name_stay_with_their_ranks() -> None:
+    model: Any
     model, _ = shard_experts(2)
     own = {name: parameter.full_tensor().bfloat16() for name, parameter in model.named_parameters()}
     assert_same(dict(weight_stream(model)), own)
@@ -282,7 +283,7 @@ def test_training_goes_on_after_a_stream_as_without_it() -> None:
 # ---------------------------------------------------------------- faults
 
 
-def stepping() -> tuple[Model, torch.optim.Optimizer]:
+def stepping() -> tuple[Any, torch.optim.Optimizer]:
     """Return a sharded model with gradients, and its optimizer."""
     model = sharded(make_model())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -452,7 +453,11 @@ def test_weights_are_not_sent_inside_unsharded() -> None:
 @on_ranks(2)
 def test_weights_are_not_sent_in_a_backward() -> None:
     model, _ = stepping()
-    model.blocks[0].project.register_full_backward_hook(lambda *_: weight_stream(model) and None)
+
+    def send(*_: Any) -> None:
+        weight_stream(model)
+
+    model.blocks[0].project.register_full_backward_hook(send)
     loss = token_loss(model, dist.get_rank(), 0)
     with pytest.raises(StateError, match=r"unit '.*': .* in a backward.*fix: "):
         loss.backward()

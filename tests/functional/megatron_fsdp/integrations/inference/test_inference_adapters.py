@@ -96,6 +96,7 @@ def test_a_vllm_source_describes_its_tensors_and_can_be_iterated_repeatedly() ->
         f"model.layers.{name.split('.')[1]}.mlp.weight" if name.endswith("up.weight") else name: value
         for name, value in expected(plain).items()
     }
+    kind: Any
     for kind in (FullSource, IteratedSource):
         patch = pytest.MonkeyPatch()
         stand_in(patch, "vllm.distributed.weight_transfer.base", ParamMeta=ParamMeta, WeightSource=kind)
@@ -207,7 +208,7 @@ def test_sglang_rebuilds_tensors_from_flattened_buckets_in_the_same_memory() -> 
     stand_in(patch, "sglang.srt.weight_sync.tensor_bucket", **names)
     try:
         plain = make_model()
-        found = {}
+        found: dict[str, torch.Tensor] = {}
         for bucket in weight_stream(sharded(copy.deepcopy(plain)), bucket_bytes=700).buckets():
             theirs = flattened_bucket(bucket)
             assert theirs.flattened_tensor.data_ptr() == bucket.data.data_ptr()
@@ -243,7 +244,7 @@ class LoraLayer(nn.Module):
 
 def with_adapters() -> Stack:
     torch.manual_seed(3)
-    model = Stack(Block(), Block(hidden=5))
+    model: Any = Stack(Block(), Block(hidden=5))
     for layer in model.layers:
         layer.up = LoraLayer(layer.up, rank=2, scaling=0.5)
         layer.up.base_layer.requires_grad_(False)

@@ -166,7 +166,8 @@ class Attention(nn.Module):
         super().__init__()
         self.config = SimpleNamespace(num_attention_heads=4, num_query_groups=2, kv_channels=3, hidden_size=12)
         self.embedding = nn.Embedding(5, 12)
-        self.embedding.weight.is_embedding_or_output_parameter = True
+        weight: Any = self.embedding.weight
+        weight.is_embedding_or_output_parameter = True
         self.linear_qkv = nn.Linear(12, 24)
         self.linear_proj = nn.Linear(12, 12, bias=False)
 
@@ -179,7 +180,7 @@ class Attention(nn.Module):
 @on_ranks(2)
 def test_muon_takes_the_matrices_of_megatrons_groups_and_adamw_the_rest() -> None:
     model = fully_shard_model(Attention(), [nn.Linear])
-    named = dict(model.named_parameters())
+    named: dict[str, Any] = dict(model.named_parameters())
     decayed = [parameter for parameter in named.values() if parameter.ndim > 1]
     groups = [{"params": decayed, "wd_mult": 1.0}, {"params": [named["linear_qkv.bias"]], "wd_mult": 0.0}]
     fields = {"momentum": 0.9, "split_qkv": True, "use_nesterov": True, "scale_mode": "spectral",

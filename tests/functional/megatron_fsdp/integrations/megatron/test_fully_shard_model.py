@@ -122,7 +122,7 @@ def test_without_unit_modules_the_model_is_one_unit_and_the_log_says_what_that_c
 
 @on_ranks(2)
 def test_units_sharded_before_stay_unchanged() -> None:
-    model = three_blocks()
+    model: Any = three_blocks()
     fully_shard(model.layers[0], grad_divisor=3)
     fully_shard_model(model, [Block])
     (group,) = units_of(model)[1].parameter_groups
@@ -132,7 +132,7 @@ def test_units_sharded_before_stay_unchanged() -> None:
 
 def logged(action: Any) -> list[str]:
     lines: list[str] = []
-    handler = logging.Handler()
+    handler: Any = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
     logger = logging.getLogger("megatron_fsdp.integrations.megatron.fully_shard_model")
     logger.addHandler(handler)
@@ -168,7 +168,7 @@ def test_every_argument_without_effect_is_answered_with_the_reason_on_one_rank()
     assert all(asked == [] for _, asked, _ in second)
 
 
-REFUSED = {
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "unknown": ({"overlap_grads": True}, "no argument 'overlap_grads'. fix: give 'overlap_grad_reduce'"),
     "misspelt": ({"dp_shard": "dp"}, "fix: give 'dp_shard_dim'"),
     "strategy": ({"zero_dp_strategy": 4}, "give 0 to 3, or one of no_shard, optim"),
@@ -250,6 +250,7 @@ class Expert(Block):
 
     def __init__(self) -> None:
         super().__init__()
+        parameter: Any
         for parameter in self.parameters():
             parameter.allreduce = False
 

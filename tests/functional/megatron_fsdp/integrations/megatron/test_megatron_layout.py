@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
@@ -74,7 +76,10 @@ def two_groups(model: nn.Module) -> list[dict[str, Any]]:
     matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     others = [parameter for parameter in model.parameters() if parameter.ndim == 1]
     # Megatron leaves out parameters that have no element on this rank, and groups that are empty then.
-    groups = [{"params": matrices, "wd_mult": 1.0}, {"params": others, "wd_mult": 0.0, "weight_decay": 0.0}]
+    groups: list[dict[str, Any]] = [
+        {"params": matrices, "wd_mult": 1.0},
+        {"params": others, "wd_mult": 0.0, "weight_decay": 0.0},
+    ]
     held = [{**group, "params": [p for p in group["params"] if is_held(p)]} for group in groups]
     return [group for group in held if group["params"]]
 
@@ -114,14 +119,14 @@ def moments_of(model: nn.Module, optimizer: Any) -> State:
 
 def save_as_megatron(model: Any, optimizer: Any, path: str, is_gated: bool) -> None:
     state = {"model": model.state_dict(), "optimizer": describe_by_name([model], optimizer, is_loading=False)}
-    dcp.save(lay_out_for_megatron(state, model, is_gated=is_gated), checkpoint_id=path)
+    save(lay_out_for_megatron(state, model, is_gated=is_gated), checkpoint_id=path)
 
 
 def load_as_megatron(model: Any, optimizer: Any, path: str, is_gated: bool, strict: bool = True) -> None:
     """Load as megatron/training/checkpointing.py does, which skips values that the checkpoint lacks."""
     state = {"model": model.state_dict(), "optimizer": describe_by_name([model], optimizer, is_loading=True)}
     laid_out = lay_out_for_megatron(state, model, is_gated=is_gated)
-    dcp.load(laid_out, checkpoint_id=path, planner=DefaultLoadPlanner(allow_partial_load=True))
+    load(laid_out, checkpoint_id=path, planner=DefaultLoadPlanner(allow_partial_load=True))
     check_was_read(model, strict=strict)
     model.load_state_dict(state["model"])
     load_by_name([model], optimizer, state["optimizer"])
@@ -171,7 +176,7 @@ def load_only(path: str, is_gated: bool) -> tuple[State, str]:
 def test_entries_are_named_as_in_megatron_fsdp_and_load_on_other_ranks(tmp_path: Path) -> None:
     path = str(tmp_path / "step")
     wanted = run_ranks(2, save_only, path, True)[0]
-    entries = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    entries = FileSystemReader(path).read_metadata().state_dict_metadata
     fc1 = "layers.0.mlp.linear_fc1.weight"
     assert tuple(entries[f"model.module.{fc1}_w"].size) == tuple(entries[f"model.module.{fc1}_v"].size) == (6, 5)
     assert tuple(entries[f"optimizer.state.module.module.{fc1}_v.exp_avg"].size) == (6, 5)
@@ -255,7 +260,7 @@ def theirs(layout: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> d
 def write_theirs(layout: str, path: str) -> State:
     model, optimizer = build(0, is_sharded=False)
     train(model, optimizer, range(2), [0, 1], loss=loss)
-    dcp.save(theirs(layout, model, optimizer), checkpoint_id=path)
+    save(theirs(layout, model, optimizer), checkpoint_id=path)
     train(model, optimizer, range(2, 4), [0, 1], loss=loss)
     return weights_of(model)
 
@@ -317,7 +322,7 @@ def test_the_command_exports_what_megatrons_scripts_saved(tmp_path: Path, capsys
 
 def save_with_extra_state(path: str) -> None:
     model = Decoder()
-    dcp.save({"model": model.state_dict()}, checkpoint_id=path)
+    save({"model": model.state_dict()}, checkpoint_id=path)
 
 
 def test_the_command_exports_a_checkpoint_with_empty_extra_state(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ class Job:
     strategy: str = "optim_grads_params"
     policy: MixedPrecisionPolicy = INT8
 
-    def build(self, moments: str | None = "int8") -> tuple[FsdpModule, AdamW]:
+    def build(self, moments: str | None = "int8") -> tuple[Net, AdamW]:
         torch.manual_seed(0)
         model = Net()
         is_hybrid = self.strategy in ("hsdp", "hfsdp")
@@ -163,7 +163,7 @@ def distance_after_spike(spike: float) -> float:
     found = []
     for moments in (None, "int8"):
         torch.manual_seed(0)
-        model = fully_shard(nn.Linear(64, 70, bias=False), mp_policy=INT8)
+        model: Any = fully_shard(nn.Linear(64, 70, bias=False), mp_policy=INT8)
         optimizer = AdamW(model.parameters(), lr=0.01, moments=moments)
         for step in range(6):
             output = model(torch.randn(5, 64))

@@ -131,7 +131,7 @@ class Whole:
 
     def __init__(self, muon: Mapping[str, Any], num_layers: int = 2) -> None:
         self.model = make_matrices(num_layers)
-        self._matrices: list[tuple[Callable[[torch.Tensor], torch.Tensor], torch.Tensor, nn.Parameter]] = []
+        self._matrices: list[tuple[Callable[[torch.Tensor], torch.Tensor], nn.Parameter, nn.Parameter]] = []
         rest = []
         for key, parameter in self.model.named_parameters():
             name = key.rpartition(".")[2]
@@ -179,9 +179,11 @@ def cuts_of(name: str) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
     if name == "qkv":
         # Two groups of queries, keys and values, interleaved as in Megatron.
         for first, size in zip((0, rows, rows + HEAD_DIM), sizes, strict=True):
-            yield lambda p, first=first, size=size: torch.cat(
-                [p[first + g : first + g + size] for g in (0, sum(sizes))]
-            )
+
+            def both_groups(p: torch.Tensor, first: int = first, size: int = size) -> torch.Tensor:
+                return torch.cat([p[first + g : first + g + size] for g in (0, sum(sizes))])
+
+            yield both_groups
     elif name == "queries":
         yield from (lambda p, h=h: p[HEAD_DIM * h : HEAD_DIM * (h + 1)] for h in range(HEADS))
     elif name == "experts":

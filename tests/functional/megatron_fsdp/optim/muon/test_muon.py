@@ -202,9 +202,10 @@ def save_half_way(folder: str) -> list[str]:
     model, optimizer = sharded((2,), Placements.optim_grads_params(0))
     train_on_two(model, optimizer, range(2))
     save_checkpoint(model, optimizer, folder)
+    state: Any = optimizer.state
     return [
         key
-        for parameter, values in optimizer.state.items()
+        for parameter, values in state.items()
         for key, value in values.items()
         if value.ndim and not (isinstance(value, DTensor) and value._spec is parameter._spec)
     ]

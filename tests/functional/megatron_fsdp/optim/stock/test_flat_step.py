@@ -3,6 +3,7 @@
 import copy
 import io
 from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -44,7 +45,7 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Linear(5, 16)
-        self.blocks = nn.ModuleList(
+        self.blocks: Any = nn.ModuleList(
             nn.ModuleDict({"norm": nn.LayerNorm(16), "one": nn.Linear(16, 3), "two": nn.Linear(3, 16, bias=False)})
             for _ in range(2)
         )
@@ -71,14 +72,14 @@ def backward(model: nn.Module, step: int) -> None:
     model(torch.randn(4, 5)).square().mean().backward()
 
 
-def not_flat(kind: type[Optimizer]) -> type[Optimizer]:
+def not_flat(kind: type[Optimizer]) -> Any:
     """Return a class with the same steps that is not known to be element-wise: it steps every DTensor."""
     return type(kind.__name__, (kind,), {})
 
 
 def parameter_sizes(optimizer: Optimizer) -> list[int]:
     sizes: list[int] = []
-    kind = next(cls for cls in type(optimizer).__mro__ if cls.__module__.startswith("torch.optim"))
+    kind: Any = next(cls for cls in type(optimizer).__mro__ if cls.__module__.startswith("torch.optim"))
     original: Any = kind._init_group
 
     def listen(self: Any, group: Any, *rest: Any) -> Any:
@@ -113,8 +114,9 @@ def state_differing(mine: Optimizer, theirs: Optimizer) -> list[str]:
 
 
 def compare(kind: str, meddle: Meddling) -> list[str]:
+    cls: Any
     cls, options = KINDS[kind]
-    pairs = [trained(lambda p, one=one: one(p, lr=0.01, **options), meddle) for one in (cls, not_flat(cls))]
+    pairs = [trained(partial(one, lr=0.01, **options), meddle) for one in (cls, not_flat(cls))]
     (mine, optimizer), (theirs, other) = pairs
     wrong = differing(whole_state(mine), whole_state(theirs)) + state_differing(optimizer, other)
     for model, stepped in pairs:
@@ -283,7 +285,7 @@ def with_more_groups(make: Make) -> Net:
 
 
 def with_copies(make: Make) -> Net:
-    model = sharded()
+    model: Any = sharded()
     optimizer = make(model.parameters(), lr=0.01, foreach=True)
     backward(model, 0)
     optimizer.step()
@@ -388,12 +390,14 @@ def compare_stock(strategy: str, mesh: tuple[int, ...], policy: MixedPrecisionPo
     optimizers = [stock(kind, model) for kind, model in zip(kinds, models, strict=True)]
     for model, optimizer in zip(models, optimizers, strict=True):
         train(model, optimizer, range(3), [dist.get_rank()])
-    wrong = differing(*map(whole_state, models)) + differing_state(*optimizers)
+    found, wanted = map(whole_state, models)
+    wrong = differing(found, wanted) + differing_state(*optimizers)
     again = [stock(kind, model) for kind, model in zip(kinds, models, strict=True)]
     for model, optimizer, other in zip(models, again, reversed(optimizers), strict=True):
         optimizer.load_state_dict(other.state_dict())
         train(model, optimizer, range(3, 5), [dist.get_rank()])
-    return wrong + differing(*map(whole_state, models)) + differing_state(*again)
+    found, wanted = map(whole_state, models)
+    return wrong + differing(found, wanted) + differing_state(*again)
 
 
 LAYOUTS = [("optim_grads", (2,)), ("optim", (3,)), ("no_shard", (2,)), ("hsdp", (2, 2)), ("hfsdp", (2, 2))]

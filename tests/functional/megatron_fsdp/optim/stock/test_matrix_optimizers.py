@@ -115,9 +115,10 @@ def test_state_has_the_rows_of_its_parameters_with(name: str) -> None:
     model = sharded_model(mesh=(3,))
     optimizer = fully_shard_optimizer(make_optimizer(name, model))
     train(model, optimizer, range(2), [dist.get_rank()])
+    state: Any = optimizer.state
     assert [
         f"{key} of {tuple(parameter.shape)}"
-        for parameter, values in optimizer.state.items()
+        for parameter, values in state.items()
         for key, value in values.items()
         if value.shape == parameter.shape and not (isinstance(value, DTensor) and value._spec is parameter._spec)
     ] == []
@@ -134,7 +135,7 @@ class Shampoo(torch.optim.Optimizer):
         super().__init__(params, {"lr": 0.05})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for parameter in self.param_groups[0]["params"]:
             gradient, state = parameter.grad, self.state[parameter]
             sizes = gradient.shape
@@ -159,7 +160,7 @@ class Masked(torch.optim.Optimizer):
         super().__init__(params, {"lr": 0.05})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for parameter in self.param_groups[0]["params"]:
             momentum = self.state[parameter].setdefault("momentum", torch.zeros(parameter.shape))
             momentum.mul_(0.9).add_(parameter.grad)
