@@ -77,7 +77,7 @@ def test_a_blend_follows_its_weights_or_else_the_sizes(weights: tuple[str, ...],
 
 def test_a_token_beyond_the_vocabulary_names_the_data() -> None:
     data = load_data(arguments([write("a", 40)], padded_vocab_size=20, split="1,1,0"))
-    with pytest.raises(DataError, match=r"found token \d\d, the vocabulary has 20"):
+    with pytest.raises(DataError, match=r"found token \d\d, but the vocabulary has 20"):
         data.valid(range(5), CPU)
 
 
