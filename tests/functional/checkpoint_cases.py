@@ -47,7 +47,8 @@ class Layout:
         if self.engine == "fsdp2":
             for block in model.blocks:
                 fsdp2.fully_shard(block, mesh=mesh)
-            return fsdp2.fully_shard(model, mesh=mesh)
+            placed: Any = fsdp2.fully_shard(model, mesh=mesh)
+            return placed
         placements = getattr(Placements, self.strategy)(*range(mesh.ndim))
         for part in [*model.blocks, model]:
             fully_shard(part, mesh, placements, mp_policy=self.policy, granularity=self.granularity)

@@ -38,7 +38,7 @@ def rows(rank: int, step: int = 0) -> torch.Tensor:
     return torch.randn(ROWS, WIDTH, generator=generator)
 
 
-def build(group: dist.ProcessGroup) -> Stack:
+def build(group: dist.ProcessGroup) -> Any:
     """Build a model with dense layers around an expert layer; each rank of the group has a different expert."""
     torch.manual_seed(3)
     first, last = Block(), Block(hidden=3)
@@ -46,7 +46,7 @@ def build(group: dist.ProcessGroup) -> Stack:
     return Stack(first, ExpertLayer(group), last)
 
 
-def shard_experts(num_experts: int, strategy: str = "optim_grads_params", **options: Any) -> tuple[Stack, DeviceMesh]:
+def shard_experts(num_experts: int, strategy: str = "optim_grads_params", **options: Any) -> tuple[Any, DeviceMesh]:
     """Return the model with dense weights sharded over all ranks and each expert over its ranks, and the mesh.
 
     Args:

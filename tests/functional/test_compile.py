@@ -4,6 +4,7 @@ In one file, because the compiler takes seconds to start in each process of rank
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -51,7 +52,8 @@ def wrapped(model: Any, *, then: bool) -> None:
         if then:
             model.layers[index] = torch.compile(fully_shard(layer), backend=BACKEND)
         else:
-            model.layers[index] = fully_shard(torch.compile(layer, backend=BACKEND))
+            compiled: Any = torch.compile(layer, backend=BACKEND)
+            model.layers[index] = fully_shard(compiled)
     fully_shard(model)
 
 
@@ -117,7 +119,8 @@ def test_a_unit_may_be_recompiled_while_gradients_exist() -> None:
     twins = Twins(lambda: equal_blocks(), "optim_grads_params", lambda model, _: compiled_layers(model, then=False))
     for step, rows in enumerate((2, 5, 3)):
         # Another number of rows makes the second microbatch compile with dynamic shapes.
-        twins.backward(step, lambda model, rank, step, rows=rows: model(inputs(rank, step, rows, 7)).square().mean())
+        loss = partial(lambda model, rank, step, rows: model(inputs(rank, step, rows, 7)).square().mean(), rows=rows)
+        twins.backward(step, loss)
     assert twins.gradients_apart() < 1e-5
 
 
@@ -183,7 +186,7 @@ class ByHand(torch.optim.SGD):
         parameter.add_(mean / (mean.square().sqrt() + 0.1) + 0.01 * parameter, alpha=-0.1)
 
     @torch.no_grad()
-    def step(self) -> None:
+    def step(self) -> None:  # type: ignore[override]  # nothing here gives it a closure
         for parameter in self.param_groups[0]["params"]:
             state = self.state[parameter]
             if not state:
@@ -196,9 +199,10 @@ def compiled_steps(model: nn.Module, name: str, *, is_compiled: bool) -> dict[st
     """Train, and return the whole weights."""
     torch._dynamo.reset()
     kind, options = OPTIMIZERS.get(name, (ByHand, {}))
-    optimizer = kind([p for p in model.parameters() if p.requires_grad], **options)
+    optimizer: Any = kind([p for p in model.parameters() if p.requires_grad], **options)
     if isinstance(optimizer, ByHand) and is_compiled:
-        optimizer.update = torch.compile(ByHand.update, backend=BACKEND, fullgraph=True, dynamic=False)
+        update = torch.compile(ByHand.update, backend=BACKEND, fullgraph=True, dynamic=False)
+        optimizer.update = update  # type: ignore[method-assign]  # for this object alone
     elif is_compiled:
         optimizer.step = torch.compile(optimizer.step, backend=BACKEND)
     train(model, optimizer, loss=token_loss)
@@ -219,7 +223,7 @@ def test_weights_equal_the_whole_models_after_compiled_steps_of(name: str) -> No
 @on_ranks(2, timeout=240)
 def test_results_of_a_compiled_function_keep_their_kind() -> None:
     function = torch.compile(lambda p: (p * 2, p.sum()), backend=BACKEND, fullgraph=True)
-    weight = sharded_model().head.weight.detach()
+    weight: Any = sharded_model().head.weight.detach()
     twice, total = function(weight)
     assert type(twice).__name__ == "FlatDTensor"
     assert torch.equal(twice.full_tensor(), weight.full_tensor() * 2)
@@ -228,7 +232,8 @@ def test_results_of_a_compiled_function_keep_their_kind() -> None:
 
 def is_cached_on_disk() -> bool:
     try:
-        sharded_model().head.weight._stable_hash_for_caching()
+        weight: Any = sharded_model().head.weight
+        weight._stable_hash_for_caching()
     except BypassAOTAutogradCache:
         return False
     return True

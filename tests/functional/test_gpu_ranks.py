@@ -150,7 +150,7 @@ def trained(name: str, device: str) -> list[float]:
     setting = SETTINGS[name]
     os.environ["DBUFFER_WITHOUT"] = setting.without
     switches._named.cache_clear()
-    all_gather.COPIES = reduce_scatter.COPIES = switches.is_off("in-place")
+    all_gather.COPIES = reduce_scatter.COPIES = switches.is_off("in-place")  # type: ignore[attr-defined]  # imported names
     size = dist.get_world_size()
     outer = 2 if setting.strategy in ("hsdp", "hfsdp") and size % 2 == 0 else 1
     shape = (outer, size // outer) if setting.strategy in ("hsdp", "hfsdp") else (size,)

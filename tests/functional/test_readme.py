@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 from torch.distributed.tensor import DTensor
 
@@ -17,7 +18,7 @@ README = Path(__file__).parents[2] / "README.md"
 def run_script(sign: str) -> tuple[float, float, bool]:
     """Run one side of the diff; return its last gradient norm and loss, and whether this rank holds all parameters."""
     (diff,) = re.findall(r"```diff\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
-    names: dict[str, object] = {}
+    names: dict[str, Any] = {}
     exec(compile(side_of(diff, sign), str(README), "exec"), names)  # the text itself is under test
     model, norm, loss = names["model"], names["norm"], names["loss"]
     whole = norm.full_tensor() if isinstance(norm, DTensor) else norm

@@ -58,7 +58,7 @@ def fail(*_: object) -> None:
 
 
 class Applied(nn.ModuleList):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         return nn.Sequential.forward(self, x)
 
 
@@ -272,7 +272,9 @@ class Gather:
 class Reduce(Gather):
     """FSDP2's ``ReduceScatter``, which reduces the whole input on every rank."""
 
-    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False) -> None:
+    def __call__(  # type: ignore[override]  # FSDP2 calls a reduction with one more argument
+        self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False
+    ) -> None:
         self.calls += 1
         dist.all_reduce(input_tensor, op=op, group=group)
         output_tensor.copy_(input_tensor.chunk(group.size())[group.rank()])

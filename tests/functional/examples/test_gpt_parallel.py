@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 import pretrain_gpt
 from gpt.checkpoint import TrainingState, checkpoints_in, resume, what_to_save
+from gpt.job import Job
 from megatron_fsdp import GradientScale
 from tests.harness import run_ranks
 from tests.harness.grids import nightly_but
@@ -128,13 +129,13 @@ def test_check_gradient_scale_says_what_it_found_or_ends_the_run(
     command = [*flags.split(), "--check-gradient-scale", "--train-iters", "1"]
     assert pretrain_gpt.main(command) == 0
     assert "unit 'blocks.0', 12 parameters over dp of 1: factor 1, expected 1" in capfd.readouterr().out
-    build = pretrain_gpt.Job.__init__
+    build = Job.__init__
 
-    def build_wrong(self: pretrain_gpt.Job, *args: Any) -> None:
+    def build_wrong(self: Job, *args: Any) -> None:
         build(self, *args)
         self.model.blocks[1].set_gradient_divide_factor(4)  # type: ignore[index,operator,union-attr]  # an FsdpModule
 
-    monkeypatch.setattr(pretrain_gpt.Job, "__init__", build_wrong)
+    monkeypatch.setattr(Job, "__init__", build_wrong)
     assert pretrain_gpt.main(command) == 2
     dist.destroy_process_group()
     said = capfd.readouterr().err

@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -168,7 +169,11 @@ def test_modules_without_initialisers_are_refused_before_memory_is_allocated() -
     with pytest.raises(StateError, match=r"^Linear holds no sharded module"):
         materialize(nn.Linear(2, 2))
     assert all(parameter.is_meta for parameter in bare.parameters())
-    materialize(bare, lambda module: nn.init.constant_(module.weight, 2.0))
+
+    def fill(module: Any) -> None:
+        nn.init.constant_(module.weight, 2.0)
+
+    materialize(bare, fill)
     assert torch.equal(whole(bare.weight, bare.weight), torch.full((5, 3), 2.0))
 
 
@@ -197,10 +202,10 @@ def test_a_model_on_the_meta_device_takes_values_from(way: str, tmp_path: Path) 
         model._buffers["table"] = wanted["table"]
     else:
         # This stands for a launcher: each rank of this run writes the same whole values once.
-        dcp.save(wanted, checkpoint_id=path)
+        save(wanted, checkpoint_id=path)
         model.to_empty(device="cpu")
         state = get_model_state_dict(model)
-        dcp.load(state, checkpoint_id=path)
+        load(state, checkpoint_id=path)
         set_model_state_dict(model, state)
     groups = [group for unit in units_of(model) for group in unit.parameter_groups]
     assert all(not group.is_meta for group in groups)
@@ -213,7 +218,7 @@ def test_a_model_on_the_meta_device_takes_values_from(way: str, tmp_path: Path) 
 def test_replicated_parameters_stay_so_through_meta_initialisation() -> None:
     wanted = on_one_process()
     with torch.device("meta"):
-        model = Tagged()
+        model: Any = Tagged()
     fsdp_no_shard(model.scale)
     fsdp_no_shard(model.blocks[1])
     sharded(model, units=blocks_of)

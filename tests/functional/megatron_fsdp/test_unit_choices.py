@@ -7,6 +7,7 @@ import copy
 import functools
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -64,9 +65,8 @@ def test_backward_gathers_within_the_smaller_group_what_forward_kept() -> None:
         loss.backward()
     model.zero_grad()
     assert memory_meter().current_bytes == rest
-    kinds = sorted(kinds.elements())
     part = numel * 4 // size
-    assert kinds == [(0, 4)] * 3 + [(1, 2)] * 3
+    assert sorted(kinds.elements()) == [(0, 4)] * 3 + [(1, 2)] * 3
     assert kept == part
 
 
@@ -81,14 +81,14 @@ def test_a_change_of_weights_voids_the_part_kept_after_forward() -> None:
     assert float((again - wanted).abs().max()) < 1e-6
 
 
-def scaled() -> nn.Module:
+def scaled() -> Any:
     return Made(
         lambda m, x: m.blocks(x + m.router(x)) * m.scale, blocks=Stack(Block(), Block(hidden=5)),
         scale=nn.Parameter(torch.linspace(0.5, 1.5, 7)), router=nn.Linear(7, 7, bias=False),
     )  # fmt: skip
 
 
-def keep_small_parts(model: nn.Module) -> None:
+def keep_small_parts(model: Any) -> None:
     fsdp_no_shard(model.scale)
     fsdp_no_shard(model.router)
     for layer in model.blocks.layers:
@@ -213,7 +213,7 @@ def looked_up(model: nn.Module, rank: int, step: int) -> torch.Tensor:
 def test_an_embedding_is_not_gathered_for_a_backward_that_does_not_read_it() -> None:
     kinds: Counter[str] = Counter()
 
-    def shard(model: nn.Module) -> None:
+    def shard(model: Any) -> None:
         fully_shard(model.embedding).set_unshard_in_backward(False)
         fully_shard(model.block)
         fully_shard(model)
@@ -249,7 +249,7 @@ def test_two_roots_that_share_a_context_hold_one_packed_buffer_at_a_time() -> No
 
 @on_ranks(3)
 def test_a_group_gathers_and_releases_the_weights_of_its_unit() -> None:
-    block = Block()
+    block: Any = Block()
     values = {name: value.detach().clone() for name, value in block.named_parameters()}
     policy = MixedPrecisionPolicy(torch.float64, param_dtype_override_fn=lambda p: p.dtype if p.ndim == 1 else None)
     fully_shard(block, mp_policy=policy)

@@ -42,7 +42,7 @@ GRANULARITIES: Mapping[str, Granularity | Callable[[nn.Parameter], Granularity |
 class Description:
     """A dataclass whose repr shows only fields that differ from the defaults."""
 
-    def __repr__(self) -> str:
+    def __repr__(self: Any) -> str:
         shown = []
         for field in dataclasses.fields(self):
             value, is_wanted = getattr(self, field.name), field.default is dataclasses.MISSING

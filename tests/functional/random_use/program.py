@@ -119,7 +119,7 @@ def _optimizer(kind: str, parameters: list[nn.Parameter], is_sharded: bool) -> t
         return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, foreach="foreach" in kind)
     if kind == "adam":
         return torch.optim.Adam(parameters, **adam)
-    options = {kind.partition(" ")[0]: True} if kind in ("foreach adamw", "fused adamw") else {}
+    options: dict[str, Any] = {kind.partition(" ")[0]: True} if kind in ("foreach adamw", "fused adamw") else {}
     return torch.optim.AdamW(parameters, weight_decay=0.0, **adam, **options)
 
 
@@ -323,7 +323,7 @@ class Trainee:
         loss = sum(self.pending.pop(), torch.zeros(())) / len(self.ranks)
         if not loss.requires_grad:
             return
-        found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+        found: Any = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
         for (name, parameter), gradient in zip(named.items(), found, strict=True):
             self.seen.append((f"gradient of {name}", torch.zeros(parameter.shape) if gradient is None else gradient))
 
@@ -389,7 +389,7 @@ class Trainee:
 
     def _do_weight(self, how: str, which: str, face: str) -> None:
         self._do_drop()
-        parameters = [one for one in self._named(which, face).values() if one.is_floating_point()]
+        parameters: list[torch.Tensor] = [one for one in self._named(which, face).values() if one.is_floating_point()]
         # The next forward has to refuse changes of gathered weights, such as a root's, that no operator shows.
         self.is_tampered |= self.is_sharded and not all(isinstance(one, DTensor) for one in parameters)
         if how == "foreach":

@@ -267,7 +267,7 @@ class _Run:
 
     def _exchange(self, mine: Any) -> list[Any]:
         """Return every rank's message. The store carries them, because collectives of the engine may be in flight."""
-        store = dist.distributed_c10d._get_default_store()
+        store: Any = dist.distributed_c10d._get_default_store()
         self.num_exchanges += 1
         keys = [f"use-{self.number}-{self.num_exchanges}-{rank}" for rank in range(self.num_ranks)]
         store.set(keys[self.rank], pickle.dumps(mine))

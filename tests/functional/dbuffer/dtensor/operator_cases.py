@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn import functional
 
-from dbuffer import BufferPlacement, DBuffer, Flat, FlatDTensor, Row
+from dbuffer import BufferPlacement, DBuffer, Flat, Row
 from dbuffer import Replicate as Whole
 from dbuffer.dtensor.elementwise_ops import run_by_rows
 from dbuffer.dtensor.op_table import operator_of
@@ -39,8 +40,8 @@ def make_mesh(layout: str) -> DeviceMesh:
     return init_device_mesh("cpu", sizes, mesh_dim_names=("outer", "inner")[-len(sizes) :])
 
 
-def sharded(layout: str, tensors: list[torch.Tensor], mesh: DeviceMesh) -> list[FlatDTensor]:
-    """Return tensors sharded by one flat buffer."""
+def sharded(layout: str, tensors: list[torch.Tensor], mesh: DeviceMesh) -> list[Any]:
+    """Return tensors sharded by one flat buffer, each a FlatDTensor."""
     granularity = Row() if "inside slices" in layout else None
     buffer = DBuffer.distribute_tensors(tensors, mesh, list(LAYOUTS[layout][1]), granularity=granularity)
     return [buffer.get_dtensor(index) for index in range(len(tensors))]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -158,7 +159,7 @@ def test_gradients_through_a_write_equal_those_of_plain_tensors(name: str) -> No
     first = torch.randn(5, 7)
     plain = [nn.Parameter(first), nn.Parameter(first * 0.5 + 1)]
     WRITES[name](*plain).backward()
-    placed = [nn.Parameter(sharded("three ranks", [each.detach()], mesh)[0]) for each in plain]
+    placed: list[Any] = [nn.Parameter(sharded("three ranks", [each.detach()], mesh)[0]) for each in plain]
     WRITES[name](*placed).backward()
     for mine, wanted in zip(placed, plain, strict=True):
         assert (mine.grad is None) == (wanted.grad is None)

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from dbuffer import DBuffer, Element, Flat, LayoutError, Partial, PlacementError
+from dbuffer import BufferPlacement, DBuffer, Element, Flat, LayoutError, Partial, PlacementError
 from dbuffer.events import CollectiveCall, observe_collectives
 from tests.harness import on_ranks
 
@@ -52,7 +52,8 @@ def test_a_face_has_its_tensors_shape_values_and_memory() -> None:
 @on_ranks(4)
 def test_faces_on_two_axes_are_whole_again_too() -> None:
     mesh = init_device_mesh("cpu", (2, 2))
-    for placements, ndim in (([Replicate(), Flat()], 2), ([Flat(), Flat()], 1)):
+    cases: list[tuple[list[BufferPlacement], int]] = [([Replicate(), Flat()], 2), ([Flat(), Flat()], 1)]
+    for placements, ndim in cases:
         buffer = DBuffer.distribute_tensors(values(), mesh, placements)
         for index, value in enumerate(values()):
             assert torch.equal(buffer.get_dtensor(index).full_tensor(), value)

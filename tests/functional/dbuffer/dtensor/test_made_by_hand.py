@@ -3,6 +3,7 @@
 import copy
 import pickle
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,19 +20,20 @@ from tests.harness import on_ranks
 EVERY_LAYOUT = list(LAYOUTS)
 
 
-def by_hand(tensor: DTensor, local: torch.Tensor | None = None, **options: Any) -> DTensor:
+def by_hand(tensor: DTensor, local: torch.Tensor | None = None, **options: Any) -> Any:
     """Return a copy that is made from the local part and the placements alone."""
     local = tensor.to_local().detach().clone() if local is None else local
     return DTensor.from_local(local, tensor.device_mesh, tensor.placements, **options)
 
 
-def operators(made: DTensor, plain: torch.Tensor, like: DTensor) -> None:
+def operators(made: Any, plain: torch.Tensor, like: DTensor) -> None:
     """Compare operators on a tensor made by hand, alone and with its origin, with operators on plain tensors."""
     for function in (torch.clone, torch.sqrt, torch.Tensor.double, torch.zeros_like, lambda x: x * 2 - 1, torch.cumsum):
         arguments = (0,) if function is torch.cumsum else ()
         found = function(made, *arguments)  # type: ignore[operator]
         torch.testing.assert_close(found.full_tensor(), function(plain, *arguments), equal_nan=True)  # type: ignore[operator]
-    for reduction in (torch.sum, torch.max) if plain.numel() else (torch.sum,):
+    reductions: Any = (torch.sum, torch.max) if plain.numel() else (torch.sum,)
+    for reduction in reductions:
         torch.testing.assert_close(reduction(made).full_tensor(), reduction(plain))
     assert torch.equal((made + like).full_tensor(), plain + plain)
     assert torch.equal((like - 3 * made).full_tensor(), plain - 3 * plain)
@@ -50,7 +52,7 @@ def operators(made: DTensor, plain: torch.Tensor, like: DTensor) -> None:
 def test_a_tensor_from_local_has_the_rows_of_its_placements(layout: str, is_shape_given: bool) -> None:
     whole = values(1)
     for plain, tensor in zip(whole, sharded(layout, whole, make_mesh(layout)), strict=True):
-        options = {"shape": tensor.shape, "stride": tensor.stride()} if is_shape_given else {}
+        options: dict[str, Any] = {"shape": tensor.shape, "stride": tensor.stride()} if is_shape_given else {}
         for run_check in (False, True) if is_shape_given else (False,):
             made = by_hand(tensor, run_check=run_check, **options)
             assert made.shape == plain.shape
@@ -65,7 +67,7 @@ def test_other_ways_to_make_a_tensor_have_the_rows_too(layout: str) -> None:
     mesh, whole = make_mesh(layout), values(1)
     for plain, tensor in zip(whole, sharded(layout, whole, mesh), strict=True):
         local, placements = tensor.to_local(), copy.deepcopy(pickle.loads(pickle.dumps(tensor.placements)))
-        made = [
+        made: list[Any] = [
             DTensor(local.clone(), tensor._spec, requires_grad=False),
             DTensor.from_local(local.clone(), tensor.device_mesh, placements, run_check=False),
             distribute_tensor(plain, tensor.device_mesh, tensor.placements),
@@ -82,7 +84,7 @@ def test_other_ways_to_make_a_tensor_have_the_rows_too(layout: str) -> None:
         assert torch.equal(back.to_local(), plain)
 
 
-COPIES = {
+COPIES: dict[str, Callable[[torch.Tensor], Any]] = {
     "tensor": lambda tensor: torch.tensor(tensor),
     "tensor of another dtype": lambda tensor: torch.tensor(tensor, dtype=torch.float64),
     "as_tensor of another dtype": lambda tensor: torch.as_tensor(tensor, dtype=torch.float64),
@@ -119,7 +121,8 @@ class _CopyMeanwhile(TorchDispatchMode):
 
     def __init__(self, tensor: torch.Tensor) -> None:
         super().__init__()
-        self.tensor, self.copies = tensor, []
+        self.tensor = tensor
+        self.copies: list[Any] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if DTensor not in types and func.overloadpacket in (torch.ops.aten.clone, torch.ops.aten._to_copy):
@@ -164,7 +167,7 @@ def test_copies_of_a_plain_dtensor_keep_its_placement(way: str, placement: Place
 @on_ranks(3)
 def test_zeros_with_the_placements_of_a_tensor_have_its_rows() -> None:
     (tensor,) = sharded("three ranks", [torch.arange(26.0).view(13, 2)], make_mesh("three ranks"))
-    made = zeros(13, 2, device_mesh=tensor.device_mesh, placements=tensor.placements)
+    made: Any = zeros(13, 2, device_mesh=tensor.device_mesh, placements=tensor.placements)
     assert torch.equal(made.add_(tensor).full_tensor(), torch.arange(26.0).view(13, 2))
 
 
@@ -202,7 +205,7 @@ def test_the_local_part_gets_the_gradient_of_its_rows() -> None:
     plain = torch.randn(7, 3, requires_grad=True)
     (tensor,) = sharded("three ranks", [plain.detach()], make_mesh("three ranks"))
     local = tensor.to_local().clone().requires_grad_()
-    made = DTensor.from_local(local, tensor.device_mesh, tensor.placements, run_check=False)
+    made: Any = DTensor.from_local(local, tensor.device_mesh, tensor.placements, run_check=False)
     (made * made.detach()).sum().to_local().backward()
     (plain * plain.detach()).sum().backward()
     assert local.grad is not None

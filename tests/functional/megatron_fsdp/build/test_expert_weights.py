@@ -6,13 +6,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     set_model_state_dict,
 )
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -51,7 +52,7 @@ class Experts(nn.Module):
         return x + torch.einsum("...eh,ehd->...d", hidden, self.down) * self.mix.sum((0, 1, 2))
 
 
-def build() -> nn.Module:
+def build() -> Any:
     return Stack(Block(), Experts())
 
 
@@ -102,7 +103,7 @@ def saved(path: str, way: str) -> dict[str, torch.Tensor]:
     if way == "save_checkpoint":
         save_checkpoint(model, optimizer, path)
     else:
-        dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=path)
+        save({"model": get_model_state_dict(model)}, checkpoint_id=path)
     return values_of(model)
 
 
@@ -116,7 +117,7 @@ def loaded(path: str, way: str, is_sharded: bool) -> dict[str, torch.Tensor]:
         load_checkpoint(model, optimizer, path)
     else:
         state = {"model": get_model_state_dict(model)}
-        dcp.load(state, checkpoint_id=path)
+        load(state, checkpoint_id=path)
         set_model_state_dict(model, state["model"])
     return values_of(model)
 
@@ -178,7 +179,7 @@ def test_sharded_experts_are_initialised_like_whole_ones() -> None:
 @on_ranks(4)
 def test_by_default_experts_are_cut_between_rows_where_whole_ones_would_pad() -> None:
     torch.manual_seed(0)
-    weight = nn.Module()
+    weight: Any = nn.Module()
     weight.up = nn.Parameter(torch.randn(2, 640, 96))
     kept = weight.up.detach().clone()
     fully_shard(weight)

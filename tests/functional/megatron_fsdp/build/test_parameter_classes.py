@@ -12,6 +12,8 @@ from tests.harness.twins import Twins, sharded
 
 
 class Tagged(nn.Parameter):
+    tag: str
+
     def doubled(self) -> torch.Tensor:
         return self * 2
 
@@ -46,7 +48,7 @@ def test_groups_by_parameter_class_train_like_the_plain_model(kind: str) -> None
     twins = Twins(tagged_model, units=first_layer)
     optimizers = []
     for model in twins:
-        groups = [
+        groups: list[dict[str, Any]] = [
             {"params": [one for one in model.parameters() if isinstance(one, Tagged)], "lr": 0.1},
             {"params": [one for one in model.parameters() if not isinstance(one, Tagged)], "lr": 0.01},
         ]

@@ -1,6 +1,7 @@
 """Parameters and buffers that share memory without being one object are refused; slices of one storage are not."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from tests.harness.twins import Twins
 WIDTH = 5
 
 
-def two_layers() -> nn.Sequential:
+def two_layers() -> Any:
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
 
 
@@ -21,7 +22,7 @@ def by_data(model: nn.Sequential) -> None:
     model[1].weight.data = model[0].weight.data
 
 
-def by_parameter(model: nn.Sequential) -> None:
+def by_parameter(model: Any) -> None:
     model[1].weight = nn.Parameter(model[0].weight.data, requires_grad=False)
 
 

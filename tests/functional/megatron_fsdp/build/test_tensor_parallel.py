@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -49,7 +50,7 @@ def feedforward() -> nn.Module:
     )  # fmt: skip
 
 
-def build() -> nn.Module:
+def build() -> Any:
     torch.manual_seed(0)
     return nn.Sequential(feedforward(), feedforward())
 
@@ -139,7 +140,7 @@ def saved(path: str, ours: bool) -> dict[str, torch.Tensor]:
     if ours:
         save_checkpoint(model, None, path)
     else:
-        dcp.save({"model": model.state_dict()}, checkpoint_id=path)
+        save({"model": model.state_dict()}, checkpoint_id=path)
     return whole_state(model)
 
 
@@ -154,7 +155,7 @@ def loaded(path: str, ours: bool, num_tp: int) -> dict[str, torch.Tensor]:
         load_checkpoint(model, None, path)
     else:
         state = {"model": model.state_dict()}
-        dcp.load(state, checkpoint_id=path)
+        load(state, checkpoint_id=path)
         model.load_state_dict(state["model"])
     return whole_state(model)
 

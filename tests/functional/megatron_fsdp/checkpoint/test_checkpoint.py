@@ -4,6 +4,7 @@ import copy
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,7 @@ def refuse_each(path: str) -> dict[str, list[str]]:
         train_alone(model, optimizer, range(1))
         before, moments = whole_state(model), full_optimizer_state(model, optimizer)
         random_state = torch.get_rng_state()
-        said = message_of(CheckpointError, lambda m=model, o=optimizer, f=folder: load_checkpoint(m, o, f"{path}/{f}"))
+        said = message_of(CheckpointError, partial(load_checkpoint, model, optimizer, f"{path}/{folder}"))
         wrong[name] = [part for part in (path, *wanted) if part not in said]
         wrong[name] += differing(whole_state(model), before)
         wrong[name] += differing(full_optimizer_state(model, optimizer), moments)
@@ -161,9 +162,10 @@ def load_the_working_directory(path: str) -> list[str]:
         load_checkpoint(other, None, ".")
     met = differing(whole_state(model), whole_state(other))
     with working_in(path):
-        for use in (load_checkpoint, save_checkpoint):
+        uses: tuple[Callable[..., object], ...] = (load_checkpoint, save_checkpoint)
+        for use in uses:
             for name in ("", ".", ".."):
-                met.append(message_of(CheckpointError, lambda use=use, name=name: use(model, None, name)))
+                met.append(message_of(CheckpointError, partial(use, model, None, name)))
     return met
 
 

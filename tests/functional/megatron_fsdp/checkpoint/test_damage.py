@@ -8,6 +8,7 @@ import shutil
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -92,16 +93,21 @@ def state_file_that_names_code(path: Path) -> None:
     checkpoint_manifest.write_manifest(path, files)
 
 
+def of_the_file(name: str, do: Callable[[Path], object]) -> Callable[[Path], object]:
+    return lambda path: do(path / name)
+
+
+TO_ONE_FILE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "cut short": (truncate, "it was cut short or replaced"),
+    "changed in one bit": (flip_a_bit, "some of its bytes changed"),
+    "missing": (Path.unlink, "is missing"),
+}
 UNSAFE = r"is damaged \(UnpicklingError: Weights only load failed"
 # The damage to a folder, whether checksums are compared, and the message.
 DAMAGES: dict[str, tuple[Callable[[Path], object], bool, str]] = {
-    f"{name} {how}": (lambda path, do=do, name=name: do(path / name), True, said if name != MANIFEST else MANIFEST)
+    f"{name} {how}": (of_the_file(name, do), True, said if name != MANIFEST else MANIFEST)
     for name in ("__1_0.distcp", METADATA, "state.pt", MANIFEST)
-    for how, (do, said) in {
-        "cut short": (truncate, "it was cut short or replaced"),
-        "changed in one bit": (flip_a_bit, "some of its bytes changed"),
-        "missing": (Path.unlink, "is missing"),
-    }.items()
+    for how, (do, said) in TO_ONE_FILE.items()
 }
 DAMAGES |= {
     "unverified, cut short": (lambda path: truncate(path / "__0_0.distcp"), False, "cut short"),
@@ -138,9 +144,7 @@ def refuse_each(root: str) -> dict[str, tuple[str, list[str]]]:
     for number, (name, (_, verify, _)) in enumerate((DAMAGES | LATE).items()):
         before = whole_state(model), full_optimizer_state(model, optimizer), torch.get_rng_state()
         path = f"{root}/{number}"
-        message = message_of_any(
-            lambda path=path, verify=verify: load_checkpoint(model, optimizer, path, verify=verify)
-        )
+        message = message_of_any(partial(load_checkpoint, model, optimizer, path, verify=verify))
         changed = differing(whole_state(model), before[0])
         changed += differing(full_optimizer_state(model, optimizer), before[1])
         found[name] = message, changed + ([] if torch.equal(torch.get_rng_state(), before[2]) else ["random state"])
@@ -219,7 +223,7 @@ def save_where_one_cannot(root: str) -> list[str]:
     """Save where it cannot work: below a file, under different names on the ranks, over a foreign folder."""
     model, optimizer = LAYOUT.build(seed=0)
     paths = (f"{root}/file/step", f"{root}/step-{dist.get_rank()}", f"{root}/work")
-    return [message_of(CheckpointError, lambda path=path: save_checkpoint(model, optimizer, path)) for path in paths]
+    return [message_of(CheckpointError, partial(save_checkpoint, model, optimizer, path)) for path in paths]
 
 
 def test_a_save_that_cannot_be_planned_is_an_error_on_all_ranks_and_writes_nothing(tmp_path: Path) -> None:

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save
 
 import megatron_fsdp
 from megatron_fsdp import CheckpointError, fully_shard
@@ -70,11 +71,11 @@ def test_pytorchs_async_save_saves_the_state_of_the_call(name: str, tmp_path: Pa
     flat = {f"{name}.{key}": value for name, record in moments.items() for key, value in record.items()}
     state = {**model.state_dict(), **flat}
     wanted = wholes(state)
-    future: Any = dcp.async_save(state, checkpoint_id=tmp_path / "step", process_group=dist.new_group(backend="gloo"))
+    future: Any = async_save(state, checkpoint_id=tmp_path / "step", process_group=dist.new_group(backend="gloo"))
     step(model, optimizer)
     future.result()
     found = {name: torch.zeros_like(value) for name, value in wanted.items()}
-    dcp.load(found, checkpoint_id=tmp_path / "step")
+    load(found, checkpoint_id=tmp_path / "step")
     for name, value in wanted.items():
         assert torch.equal(found[name], value), name
 
@@ -85,7 +86,7 @@ def test_save_pretrained_of_sharded_weights_names_the_lines_to_use(is_given_shar
     model = Pretrained(7, 3)
     wanted = {name: value.detach().clone() for name, value in model.state_dict().items()}
     fully_shard(model)
-    options = {"state_dict": model.state_dict()} if is_given_sharded else {}
+    options: dict[str, Any] = {"state_dict": model.state_dict()} if is_given_sharded else {}
     if dist.get_rank() == 0:
         with pytest.raises(
             CheckpointError, match=r"fix: call on every rank\n    state = megatron_fsdp.full_state_dict"

@@ -1,6 +1,7 @@
 """A checkpoint of any layout loads into any other, PyTorch's own included, with every bit of weights and optimizer."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -90,10 +91,13 @@ def test_training_goes_on_in_another_layout_as_in_one_process(saver: str, loader
 
 def load_with_pytorch(layout: Layout, path: str) -> tuple[State, State]:
     model, optimizer = layout.build(seed=1)
-    state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    state: dict[str, Any] = {
+        "model": get_model_state_dict(model),
+        "optimizer": get_optimizer_state_dict(model, optimizer),
+    }
     load(state, checkpoint_id=path)
     set_model_state_dict(model, state["model"])
-    set_optimizer_state_dict(model, optimizer, state["optimizer"])  # type: ignore[arg-type]
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])
     return whole_state(model), full_optimizer_state(model, optimizer)
 
 

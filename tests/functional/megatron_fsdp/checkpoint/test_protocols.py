@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import secrets
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +21,6 @@ import torch
 from torch import nn
 
 from megatron_fsdp import CheckpointError, load_checkpoint, save_checkpoint
-from megatron_fsdp.checkpoint import scratch as checkpoint_scratch
 from megatron_fsdp.checkpoint.scratch import resting_place
 from megatron_fsdp.checkpoint.series import CheckpointSeries
 from tests.harness.effects import Recording, Tree, key_of, record, restore
@@ -32,7 +32,7 @@ def one_life(number: int) -> Iterator[None]:
     """Run as a separate process with the same names in every run."""
     tokens = (f"{number:02x}{count:06x}" for count in itertools.count())
     with (
-        mock.patch.object(checkpoint_scratch.secrets, "token_hex", side_effect=tokens),
+        mock.patch.object(secrets, "token_hex", side_effect=tokens),
         mock.patch.object(uuid, "uuid4", return_value=uuid.UUID(int=number)),
     ):
         yield

@@ -5,8 +5,8 @@ import logging
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from megatron_fsdp import fully_shard, load_checkpoint, save_checkpoint
 from tests.harness import run_ranks
@@ -35,7 +35,7 @@ def build() -> tuple[Net, torch.optim.Optimizer]:
     return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-def local_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
+def local_state(model: Net, optimizer: torch.optim.Optimizer) -> State:
     """Return the values that only this rank has: buffers, and the unsharded parameter with its moments."""
     moments = {key: value.clone() for key, value in optimizer.state[model.own].items()}
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
@@ -100,7 +100,7 @@ def test_on_another_number_of_ranks_all_get_rank_0s_values_and_a_log_line(
 
 def read_with_pytorch(path: str) -> State:
     state = {"model": {name: torch.empty(5) for name in ("norm.running_mean", "norm.running_var")}}
-    dcp.load(state, checkpoint_id=path)
+    dcp_load(state, checkpoint_id=path)
     return state["model"]
 
 

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from megatron_fsdp import CheckpointError, load_checkpoint, save_checkpoint
 from megatron_fsdp.checkpoint import api as checkpoint
 from megatron_fsdp.checkpoint import scratch as checkpoint_scratch
+from megatron_fsdp.checkpoint.model_state import match_model
 from megatron_fsdp.checkpoint.scratch import make_scratch, sweep
 from megatron_fsdp.checkpoint.series import CheckpointSeries
 
@@ -95,7 +96,7 @@ def test_a_checkpoint_with_foreign_files_in_it_is_not_replaced(tmp_path: Path) -
 
 def test_a_checkpoint_of_pytorchs_own_is_not_replaced(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="single process"):
-        dcp.save({"model": module(1.0).state_dict()}, checkpoint_id=tmp_path / "theirs")
+        dcp_save({"model": module(1.0).state_dict()}, checkpoint_id=tmp_path / "theirs")
     before = names(tmp_path / "theirs")
     with pytest.raises(CheckpointError, match="was not written by save_checkpoint; it would be replaced"):
         save(tmp_path / "theirs", 2.0)
@@ -266,7 +267,7 @@ def test_a_checkpoint_moved_away_by_a_killed_save_loads_and_gets_its_name_back(t
 def test_a_checkpoint_replaced_during_a_load_is_never_mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "step"
     save(path, 1.0)
-    read = checkpoint.match_model
+    read = match_model
 
     def replace_and_match(*args: Any) -> Any:
         save(path, 2.0)

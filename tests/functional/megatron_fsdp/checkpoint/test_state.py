@@ -2,6 +2,7 @@
 
 import random
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -302,7 +303,7 @@ def test_extra_that_could_not_be_loaded_safely_is_refused_before_anything_is_wri
 # ---------------------------------------------------------------------- optimizers with options like Adam's
 
 
-def stepped(kind: type[torch.optim.Optimizer]) -> tuple[nn.Module, torch.optim.Optimizer]:
+def stepped(kind: Callable[..., torch.optim.Optimizer]) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = fully_shard(nn.Linear(5, 3), world_mesh())
     optimizer = kind(model.parameters())
     model(torch.ones(2, 5)).sum().backward()

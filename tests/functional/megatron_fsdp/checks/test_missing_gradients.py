@@ -52,7 +52,7 @@ class Branched(nn.Module):
         return x
 
 
-def make(strategy: str, num_meshes: int = 1) -> tuple[nn.Module, FsdpModule]:
+def make(strategy: str, num_meshes: int = 1) -> tuple[nn.Module, Any]:
     torch.manual_seed(0)
     oracle = Branches()
     model = copy.deepcopy(oracle)

@@ -1,6 +1,7 @@
 """If one rank alone reads sharded tensors, runs other units or freezes other parameters, errors name the difference."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from tests.harness import RankError, on_ranks, run_ranks
 from tests.harness.models import Block, Stack, squared
 from tests.harness.twins import Twins, sharded
 
-READS: dict[str, Callable[[nn.Module], object]] = {
+READS: dict[str, Callable[[Any], object]] = {
     "norm": lambda model: model.layers[0].up.weight.norm().item(),
     "full_tensor": lambda model: model.layers[0].up.weight.full_tensor(),
     "state dict": lambda model: [value.full_tensor() for value in model.state_dict().values()],
@@ -23,7 +24,7 @@ READS: dict[str, Callable[[nn.Module], object]] = {
 }
 
 
-def two_blocks() -> nn.Module:
+def two_blocks() -> Any:
     return sharded(Stack(Block(), Block()))
 
 
@@ -114,7 +115,7 @@ def test_adamw_trains_right_with_parameters_in_another_order_on_one_rank() -> No
 
 @pytest.mark.parametrize("make", [Muon, torch.optim.Muon])
 @on_ranks(3)
-def test_muon_refuses_matrices_in_another_order_on_one_rank(make: type[torch.optim.Optimizer]) -> None:
+def test_muon_refuses_matrices_in_another_order_on_one_rank(make: Callable[..., torch.optim.Optimizer]) -> None:
     model = two_blocks()
     matrices = [p for p in model.parameters() if p.ndim == 2]
     optimizer = make(matrices[::-1] if dist.get_rank() == 1 else matrices, lr=0.1)
@@ -129,7 +130,7 @@ def test_muon_refuses_matrices_in_another_order_on_one_rank(make: type[torch.opt
 def test_ranks_with_other_seeds_keep_their_own_rows_as_in_fsdp2() -> None:
     for shard_it in (fully_shard, pytorchs_fully_shard):
         torch.manual_seed(dist.get_rank())
-        layer = nn.Linear(4, 6)
+        layer: Any = nn.Linear(4, 6)
         own = [torch.empty(6, 4), torch.empty(6, 4)]
         dist.all_gather(own, layer.weight.detach().clone())
         shard_it(layer)

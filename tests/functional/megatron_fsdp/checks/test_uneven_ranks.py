@@ -47,7 +47,8 @@ STRATEGIES: dict[str, tuple[tuple[int, ...], Placements, bool | int | None]] = {
 def test_training_is_right_after_some_ranks_made_a_group() -> None:
     # PyTorch 2.15 makes no mesh after a group that only its members created. Random uses cover groups that all ranks
     # make.
-    meshes = {shape: init_device_mesh("cpu", shape) for shape in ((4,), (2, 2))}
+    shapes: tuple[tuple[int, ...], ...] = ((4,), (2, 2))
+    meshes = {shape: init_device_mesh("cpu", shape) for shape in shapes}
     if dist.get_rank() in (0, 2):
         dist.new_group([0, 2], use_local_synchronization=True)
     distances = {}

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._composable import replicate as ddp_replicate
+from torch.distributed._composable.replicate import replicate as ddp_replicate
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 

@@ -1,6 +1,7 @@
 """Parametrizations and arithmetic on .data of sharded parameters: errors that name the parameter and the fix."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -76,7 +77,7 @@ def test_a_compiled_parametrized_layer_is_the_plain_one() -> None:
 
 @on_ranks(3)
 def test_adding_a_plain_parameter_to_data_names_the_sharded_one() -> None:
-    layer = nn.Linear(3, 7)
+    layer: Any = nn.Linear(3, 7)
     fully_shard(layer)
     before = layer.weight.full_tensor()
     with pytest.raises(RuntimeError, match=r"'weight'.*fix: "):

@@ -34,7 +34,7 @@ def both(layout: str, **options: Any) -> tuple[Model, Model]:
     return sharded_model(LAYOUTS[layout][0], **options), make_model()
 
 
-def reset(model: Model) -> torch.Tensor:
+def reset(model: Any) -> torch.Tensor:
     """Initialise modules that have a method for it, and the others by hand; return the generator's state afterwards."""
     torch.manual_seed(11)
     model.embedding.padding_idx = 3
@@ -108,7 +108,7 @@ def test_logged_values_of_weights_and_gradients_equal_the_whole_models(layout: s
     assert found == pytest.approx(wanted, rel=1e-5, abs=1e-6)
 
 
-SCALED: dict[str, tuple[type[torch.optim.Optimizer], dict[str, object]]] = {
+SCALED: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
     "SGD, fused": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "fused": True}),
     "AdamW, foreach": (torch.optim.AdamW, {"lr": 0.01, "foreach": True}),
@@ -133,6 +133,7 @@ def overflow(model: Model, ranks: list[int], name: str, *, is_clipped: bool) -> 
             scaler.scale(loss * float("inf") if step == 2 and rank == 1 else loss).backward()
         if len(ranks) == 1 and not isinstance(model.head.weight, DTensor):
             dist.all_reduce(model.head.weight.grad, dist.ReduceOp.AVG)
+        assert optimizer is not None
         if is_clipped:
             scaler.unscale_(optimizer)
             nn.utils.clip_grad_norm_(model.parameters(), 0.5)
@@ -182,7 +183,7 @@ def doubled_as_one_vector(model: Model) -> None:
     nn.utils.vector_to_parameters(vector * 2, model.parameters())
 
 
-CHANGES: dict[str, Callable[[Model], object]] = {
+CHANGES: dict[str, Callable[[Any], object]] = {
     "a row": lambda model: model.embedding.weight[3].fill_(0.0),
     "rows": lambda model: model.head.weight[5:19].mul_(2.0),
     "a column": lambda model: model.head.weight[:, 2].zero_(),

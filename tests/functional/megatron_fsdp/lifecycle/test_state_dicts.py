@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -20,6 +19,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from megatron_fsdp import AdamW, StateError, fully_shard_optimizer, load_checkpoint, save_checkpoint
@@ -42,11 +43,11 @@ NUM_RANKS = 3
 def test_a_full_state_dict_has_the_names_and_tensors_of_the_whole_model() -> None:
     wanted = make_model().state_dict()
     model = sharded_model()
-    everywhere = dict(get_model_state_dict(model, options=FULL))
+    everywhere: State = dict(get_model_state_dict(model, options=FULL))
     assert differing(everywhere, wanted) == []
     assert list(everywhere) == list(wanted)
     assert not any(isinstance(value, DTensor) for value in everywhere.values())
-    on_rank_0 = dict(get_model_state_dict(model, options=FULL_ON_RANK_0))
+    on_rank_0: State = dict(get_model_state_dict(model, options=FULL_ON_RANK_0))
     assert differing(on_rank_0, {} if dist.get_rank() else wanted) == []
 
 
@@ -164,7 +165,8 @@ def test_a_sharded_run_goes_on_from_a_whole_models_state() -> None:
     whole, whole_optimizer = whole_adamw(2, NUM_RANKS)
     state = copy.deepcopy(get_optimizer_state_dict(whole, whole_optimizer))
     model, optimizer = sharded_adamw(5, {})
-    set_model_state_dict(model, whole_state(whole), options=FULL)
+    weights: State = whole_state(whole)
+    set_model_state_dict(model, weights, options=FULL)
     set_optimizer_state_dict(model, optimizer, state, options=FULL)
     train(model, optimizer, range(2, 4))
     train(whole, whole_optimizer, range(2, 4))
@@ -174,7 +176,7 @@ def test_a_sharded_run_goes_on_from_a_whole_models_state() -> None:
 @pytest.mark.parametrize(("strategy", "mesh_shape"), MESHES, ids=str)
 @on_ranks(lambda mesh_shape: torch.Size(mesh_shape).numel())
 def test_torchs_spec_cache_tells_our_cuts_from_torchs(strategy: str, mesh_shape: tuple[int, ...]) -> None:
-    model = sharded_model(strategy, mesh=mesh_shape)
+    model: Any = sharded_model(strategy, mesh=mesh_shape)
     cut_by_torch = canonical(model, make_model().state_dict())
     for name, parameter in model.named_parameters():
         assert parameter._spec != cut_by_torch[name]._spec, name
@@ -196,7 +198,7 @@ def build(kind: str, seed: int = 0) -> tuple[Model, torch.optim.Optimizer]:
 
 def load_by_the_recipe(model: nn.Module, optimizer: torch.optim.Optimizer, path: str) -> None:
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    dcp.load(state, checkpoint_id=path)
+    load(state, checkpoint_id=path)
     model.load_state_dict(state["model"], strict=False)
     optimizer.load_state_dict(state["optimizer"])
 
@@ -208,7 +210,7 @@ def test_moments_and_steps_come_back_into_a_new_optimizer_bit_for_bit(kind: str,
     path = str(tmp_path / "step")
     model, optimizer = build(kind)
     train(model, optimizer, range(2))
-    dcp.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=path)
+    save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=path)
     other, other_optimizer = build(kind, seed=1)
     load_by_the_recipe(other, other_optimizer, path)
     assert differing(full_optimizer_state(other, other_optimizer), full_optimizer_state(model, optimizer)) == []
@@ -241,11 +243,11 @@ def test_an_optimizer_whose_new_state_is_not_zeros_says_that_nothing_was_read(tm
     # NAdam's product of momenta starts at one.
     path = str(tmp_path / "step")
     texts: list[str] = []
-    handler = logging.Handler()
+    handler: Any = logging.Handler()
     handler.emit = lambda record: texts.append(record.getMessage())
     model, optimizer = build("NAdam")
     train(model, optimizer, range(1))
-    dcp.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=path)
+    save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=path)
     other, other_optimizer = build("NAdam")
     logger = logging.getLogger("megatron_fsdp")
     logger.addHandler(handler)

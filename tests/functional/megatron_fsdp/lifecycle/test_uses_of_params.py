@@ -1,6 +1,7 @@
 """Uses of sharded parameters and norms: collectives, swaps of .data, numbers, and whole copies."""
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -40,7 +41,7 @@ COLLECTIVES: dict[str, Callable[[torch.Tensor], object]] = {
     "broadcast": lambda tensor: dist.broadcast(tensor, 0),
     "all_gather": lambda tensor: dist.all_gather([torch.empty(tensor.shape)] * dist.get_world_size(), tensor),
     "isend": lambda tensor: dist.isend(tensor, 1 - min(dist.get_rank(), 1)),
-    "functional": lambda tensor: functional_collectives.all_reduce(tensor, "sum", dist.group.WORLD),
+    "functional": lambda tensor: functional_collectives.all_reduce(tensor, "sum", group()),
     "all_gather outputs": lambda tensor: dist.all_gather(each(tensor), like(tensor)),
     "all_gather_single output": lambda tensor: dist.all_gather_single(tensor, torch.zeros(3)),
     "all_to_all outputs": lambda tensor: dist.all_to_all(each(tensor), each(like(tensor))),
@@ -62,7 +63,7 @@ COLLECTIVES: dict[str, Callable[[torch.Tensor], object]] = {
 }
 
 
-def trained() -> tuple[nn.Linear, DTensor]:
+def trained() -> tuple[nn.Linear, Any]:
     """Return a sharded layer with gradients, and its weight."""
     torch.manual_seed(0)
     layer = nn.Linear(3, 7)
@@ -170,6 +171,6 @@ def test_full_tensor_moves_exactly_the_weight(num_ranks: int) -> None:
         assert sum(call.num_bytes for call in calls) == whole.nbytes
     calls.clear()
     with observe_collectives(calls.append):
-        state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+        state: dict[str, Any] = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     assert all(torch.equal(one, other) for one, other in zip(state.values(), wholes, strict=True))
     assert sum(call.num_bytes for call in calls) == sum(whole.nbytes for whole in wholes)

@@ -93,7 +93,7 @@ def test_ranks_hold_as_many_rows_whatever_their_size(rows: int, columns: int) ->
     losses: list[list[float]] = []
     for shard in (torch_fully_shard, fully_shard):
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(columns, rows), nn.ReLU(), nn.Linear(rows, 1))
+        model: Any = nn.Sequential(nn.Linear(columns, rows), nn.ReLU(), nn.Linear(rows, 1))
         model[0].weight = nn.Parameter(WireTensor(model[0].weight.detach()))
         shard(model)
         losses.append(losses_of(model, torch.optim.AdamW(model.parameters(), lr=0.01), columns))

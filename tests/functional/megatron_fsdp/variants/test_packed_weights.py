@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dbuffer import Row, memory_meter, observe_collectives
-from megatron_fsdp import AdamW, FsdpModule, MixedPrecisionPolicy, Placements, explain, fully_shard
+from megatron_fsdp import AdamW, MixedPrecisionPolicy, Placements, explain, fully_shard
 from tests.harness import on_ranks, run_ranks
 from tests.harness.oracle import sharded, units_of, whole
 
@@ -41,9 +41,9 @@ class Job:
     cuts_rows: bool = False
     dtype: torch.dtype | None = None
 
-    def build(self) -> FsdpModule:
+    def build(self) -> Any:
         torch.manual_seed(0)
-        model: FsdpModule = sharded(
+        model = sharded(
             Net(),
             "hsdp" if self.is_hybrid else "optim_grads_params",
             units=lambda model: [getattr(model, name) for name in self.units],

@@ -177,7 +177,7 @@ def losses_with(prepare: Callable[[Any], object], *, is_meta: bool = False) -> l
 
 def with_memory_of_the_communicator(model: nn.Module) -> None:
     """Train with slots from each rank's communicator; gloo has none, so the test gives it one."""
-    asked: list[int] = []
+    asked: Any = []
 
     def lent(group: dist.ProcessGroup, device: torch.device) -> Callable[[int], torch.Tensor]:
         return lambda num_bytes: asked.append(num_bytes) or torch.empty(num_bytes, dtype=torch.uint8, device=device)
@@ -227,7 +227,8 @@ def test_megatrons_buffers_and_their_flags_are_slots() -> None:
         assert model._fsdp_unit.slots == choice, flag
         if argument:
             plain = Stack(*(Block(hidden=hidden) for hidden in HIDDEN_SIZES))
-            model = fully_shard_model(plain, ["Block"], **{argument: True})
+            options: dict[str, Any] = {argument: True}
+            model = fully_shard_model(plain, ["Block"], **options)
             squared(model, dist.get_rank(), 0).backward()
             assert model._fsdp_unit.slots == choice, argument
             assert num_slots(model, "weights") == (2 if choice.sizing == "largest" else 5), argument
@@ -240,7 +241,7 @@ def test_user_buffers_are_symmetric_memory_on_gpus_by_default() -> None:
         (False, "cuda", "communicator"),
         (True, "cpu", "device"),
     ):
-        options = {"is_symmetric": is_symmetric, "device_type": device}
+        options: dict[str, Any] = {"is_symmetric": is_symmetric, "device_type": device}
         choice = SlotChoice.of_megatron(double_buffer=False, max_pool=False, user_buffers=True, **options)
         assert choice == SlotChoice("by_size", source)
 

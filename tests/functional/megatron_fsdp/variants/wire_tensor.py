@@ -25,7 +25,7 @@ _KEPT = {
 class WireTensor(torch.Tensor):
     """Wrap one tensor; ``fsdp_pre_all_gather`` has its form with one argument."""
 
-    inner: torch.Tensor
+    inner: Any
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> WireTensor:
@@ -43,7 +43,9 @@ class WireTensor(torch.Tensor):
         return cls(inner["inner"])
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # torch types it as a function without a class
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         args, kwargs = pytree.tree_map_only(WireTensor, lambda each: each.inner, (args, kwargs or {}))
         found = func(*args, **kwargs)
         return pytree.tree_map_only(torch.Tensor, cls, found) if func in _KEPT else found
@@ -61,7 +63,7 @@ class WireTensor(torch.Tensor):
         assert out is None or asked.tolist() == [count] * size
         if out is not None:
             # FSDP2 calls this with gradients enabled, and operators that read the parameter saved it.
-            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
+            with torch.no_grad(), torch.autograd.grad_mode._unsafe_preserve_version_counter(out):
                 out.copy_(values)
             return None
         return values.to(param_dtype), (values,)
@@ -72,7 +74,7 @@ class FullFormTensor(WireTensor):
 
     seen: tuple[Any, ...] = ()
 
-    def fsdp_pre_all_gather(
+    def fsdp_pre_all_gather(  # type: ignore[override]  # FSDP2 calls either form
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[torch.Tensor, ...], Any]:
         type(self).seen = (tuple(outer_size), tuple(outer_stride), type(module).__name__, mp_policy.param_dtype)
@@ -122,6 +124,8 @@ class ReleasingTensor(WireTensor):
 class NoHookTensor(torch.Tensor):
     """A wrapper without hooks."""
 
+    inner: Any
+
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> NoHookTensor:
         return torch.Tensor._make_wrapper_subclass(cls, inner.size(), dtype=inner.dtype)
@@ -133,7 +137,9 @@ class NoHookTensor(torch.Tensor):
         return ["inner"], None
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # torch types it as a function without a class
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func is torch.ops.aten.detach.default:
             return cls(args[0].inner)
         raise NotImplementedError(func)
