@@ -10,6 +10,7 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from megatron_fsdp.engine import fused_linear as fuse
 
@@ -112,7 +113,7 @@ def process_state() -> Iterator[None]:
 @pytest.fixture
 def process_group() -> Iterator[None]:
     """Be the only rank of a job."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 

@@ -14,6 +14,7 @@ from dbuffer.slot_pool import can_exchange_memory
 from gpt import parallel
 from gpt.checkpoint import TrainingState
 from megatron_fsdp import FsdpModule
+from megatron_fsdp.lifecycle.module import unit_of
 from megatron_fsdp.variants.memory_slots import pools_of
 from tests.harness import run_ranks
 from tests.unit.examples.jobs import TINY, make_job, train_steps, whole_weights
@@ -56,7 +57,7 @@ def test_torch_fsdp2_shards_too_and_learns_the_same(documents: str) -> None:
 def pools(flags: str) -> list[str]:
     job = make_job(flags)
     pretrain_gpt.train_step(job, TrainingState())
-    return [pool.sizing for pool in pools_of(job.model._fsdp_unit)._pools.values()]
+    return [pool.sizing for pool in pools_of(unit_of(job.model))._pools.values()]
 
 
 @pytest.mark.skipif(not can_exchange_memory(), reason="storages of this PyTorch cannot exchange memory")
