@@ -187,7 +187,7 @@ def refuse(folder: Path) -> tuple[str, str, str]:
 def test_unloadable_state_is_refused_and_weights_load_alone(tmp_path: Path) -> None:
     for by_bucket, other, without in run_ranks(2, refuse, tmp_path):
         assert "fix: save with --dist-ckpt-optim-fully-reshardable" in by_bucket
-        assert "another model" in other
+        assert "in the checkpoint and (4, 16) in this model. fix: give the folder of this model's checkpoint" in other
         assert "fix: optimizer=None loads weights only" in without
 
 
