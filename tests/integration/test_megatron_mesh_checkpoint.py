@@ -126,7 +126,7 @@ def ask_early(kind: str) -> tuple[Figures, Figures]:
     with megatron_processes():
         wanted, _ = run_steps(task, *build(task, Mesh()), range(2))
         chunks, optimizer = build(task, Mesh())
-        with pytest.raises(ConfigError, match="sharded_offsets=.*fix: leave sharded_offsets out"):
+        with pytest.raises(ConfigError, match=r"sharded_offsets=.*fix: leave sharded_offsets out"):
             chunks[0].sharded_state_dict(sharded_offsets=((0, 0, 2),))
         state = optimizer.sharded_state_dict(chunks[0].sharded_state_dict(), is_loading=True)
         assert state["state"]
