@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import itertools
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -240,6 +241,8 @@ def test_memory_of_a_stream_equals_the_report_to_the_byte() -> None:
         begin("stream")
         for _ in stream.buckets():
             pass
+        # A gloo thread may hold the tensors of a collective for a moment after the collective has completed.
+        time.sleep(0.2)
 
     (_, phase), *_ = phases_of(run)
     assert phase.peak - phase.start == stream.explain().peak_bytes
