@@ -538,8 +538,11 @@ class Root:
         mine, theirs = self.backward, earlier.backward
         earlier._units = [reference for reference in earlier._units if reference not in self._units]
         self.clock = max(self.clock, earlier.clock)
-        # Units of both roots may be reduced at once, and ``drain`` keeps the order of issue.
-        mine.reducing, mine.number = theirs.reducing, max(mine.number, theirs.number)
+        if mine.reducing is not theirs.reducing:
+            # One list from now on: ``drain`` of either root waits for the reductions of all units.
+            theirs.reducing += mine.reducing
+            mine.reducing = theirs.reducing
+        mine.number = max(mine.number, theirs.number)
         mine.has_sums = mine.has_sums or theirs.has_sums
         if not earlier._units:
             mine.is_last, mine.is_manual = mine.is_last and theirs.is_last, mine.is_manual or theirs.is_manual

@@ -143,6 +143,23 @@ def test_settings_of_a_root_hold_below_the_module_that_is_sharded_around_it() ->
     assert twins.gradients_apart() < 1e-6
 
 
+@pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params"])
+@on_ranks(2)
+def test_reductions_in_flight_of_several_roots_are_completed_by_the_root_around_them(strategy: str) -> None:
+    def shard_layers(model: Any, *_: Any, **options: Any) -> None:
+        for layer in model.layers:
+            fully_shard(layer, **options)
+            layer.set_manual_backward_finalization(True)
+
+    twins = Twins(build, strategy, shard=shard_layers)
+    twins.backward(0)
+    # Each layer was a root and has issued a reduction that nothing has waited for.
+    assert all(layer._fsdp_unit.root.backward.reducing for layer in twins.model.layers)
+    fully_shard(twins.model)
+    twins.model.finalize_backward()
+    assert twins.gradients_apart() < 1e-6
+
+
 @on_ranks(2)
 def test_sums_that_were_dropped_do_not_stand_in_the_way_of_a_move_or_a_conversion() -> None:
     twins = Twins(build)
