@@ -19,6 +19,7 @@ from dbuffer.dtensor.c10d_operators import refuse_sharded_tensors
 from dbuffer.dtensor.distribution import Distribution, FlatRows, contiguous_stride, ragged_shard
 from dbuffer.dtensor.flat_dtensor import FlatDTensor
 from dbuffer.dtensor.made_by_hand import keep_rows_of_placements
+from dbuffer.dtensor.sharding_rules import refuse_rules_of_slices
 from dbuffer.errors import LayoutError, PlacementError
 from dbuffer.layout import Layout, cuts_inside_slices, first_dimension_granularity
 from dbuffer.mesh import flattened_mesh, mesh_axes
@@ -32,6 +33,7 @@ _DLPACK_DTYPES = frozenset(
 # Here, because only this file creates placements with rows.
 keep_rows_of_placements()
 refuse_sharded_tensors()
+refuse_rules_of_slices()
 
 
 def buffer_dtensor(

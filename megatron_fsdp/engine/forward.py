@@ -40,7 +40,8 @@ def pre_forward(
     """Gather a unit's weights for the call of one of its modules.
 
     Returns:
-        The arguments cast to the compute dtype; None if the policy does not ask for a cast.
+        The arguments, cast to the compute dtype if the policy asks for it, and moved to the GPU of the weights if the
+        unit is the root (as FSDP2 does); None if they are neither cast nor moved.
     """
     if torch.compiler.is_dynamo_compiling():
         if torch.compiler.is_exporting():
@@ -58,11 +59,15 @@ def pre_forward(
             _pre_forward(unit, module, ())
     else:
         _pre_forward(unit, module, (args, kwargs))
-    policy = unit.policy
+    policy, root = unit.policy, unit.root
+    is_moved = root.device is not None and unit is root.outermost()
+    if is_moved:
+        # After the gathers were issued, because a copy from memory that is not pinned blocks the host.
+        args, kwargs = map_tensors(_mover(root.device), (args, kwargs))
     if policy.cast_forward_inputs and policy.param_dtype is not None:
         cast = caster(policy.param_dtype)
         return cast(args), cast(kwargs)
-    return None
+    return (args, kwargs) if is_moved else None
 
 
 def _pre_forward(unit: Unit, module: nn.Module, given: Any) -> None:  # noqa: C901  # in order of time
@@ -237,7 +242,17 @@ def _end_pass(root: Root) -> None:
         join_captured()
 
 
-# ---------------------------------------------------------------- dtypes of inputs and outputs
+# ---------------------------------------------------------------- devices and dtypes of inputs and outputs
+
+
+@functools.cache
+def _mover(device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a function that moves a tensor to ``device``."""
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if tensor.device == device else tensor.to(device)
+
+    return move
 
 
 @functools.cache

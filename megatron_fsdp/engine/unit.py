@@ -461,12 +461,11 @@ class BackwardState:
         wired: without streams, the ticket of the last reduction that uses the buffer in the reduce dtype.
     """
 
-    def __init__(self, units: Iterable[Unit]) -> None:
+    def __init__(self, *, has_streams: bool) -> None:
         self.is_last = True
         self.number = 0
         self.is_under_way = False
-        devices = {group.spec.compute_device for unit in units for group in unit.groups}
-        self.has_streams = any(turns(device) is not None for device in devices)
+        self.has_streams = has_streams
         self.max_packed_buffers = 2 if self.has_streams else 1
         self.is_manual = self.is_unfinished = False
         self.awaited = 0
@@ -499,6 +498,7 @@ class Root:
         hooks: the attached checks and variants. collective_hooks: the hooks that are called for each collective.
         order: an order of collectives that all ranks share (``set_forward_order``); None for the order of calls.
         backward: the state of backwards.
+        device: the device with streams on which units compute; None without one, as on a CPU.
         step_event: recorded after an optimizer step; the next forward waits for it. None if no step was recorded.
         prefetch_bytes: the limit on weights gathered ahead; None limits the number of units instead.
         forward_pass: the forward pass that runs, or ran last.
@@ -515,7 +515,9 @@ class Root:
         self.hooks: tuple[StepHooks[Unit, Call], ...] = ()
         self.collective_hooks: tuple[StepHooks[Unit, Call], ...] = ()
         self.order: SharedOrder[Unit, Call] | None = None
-        self.backward = BackwardState(units)
+        devices = {group.spec.compute_device for unit in units for group in unit.groups}
+        self.device = next((device for device in devices if turns(device) is not None), None)
+        self.backward = BackwardState(has_streams=self.device is not None)
         self.step_event: Event | None = None
         self.prefetch_bytes: int | None = None
         self.forward_pass = ForwardPass([])

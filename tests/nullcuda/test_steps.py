@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.bench_gpu import TARGETS
 from benchmarks.bench_step import LLAMA_LIKE, null_rows
-from megatron_fsdp import AdamW, CPUOffloadPolicy, clip_grad_norm_, load_checkpoint, save_checkpoint
+from megatron_fsdp import AdamW, CPUOffloadPolicy, clip_grad_norm_, fully_shard, load_checkpoint, save_checkpoint
 from tests.functional.test_gpu_ranks import BF16, build, data, loss_of
+from tests.functional.test_readme import run_script
 from tests.harness import run_ranks
 from tests.harness.models import Block
 from tests.harness.twins import sharded
@@ -172,3 +174,49 @@ def test_less_memory_is_reserved_than_by_fsdp2(sums: str, tokens: int, limit: fl
         assert done.returncode == 0, done.stderr[-6000:]
         reserved[engine] = json.loads(done.stdout.splitlines()[-1])["reserved"]
     assert reserved["ours"] <= limit * reserved["fsdp2"], reserved
+
+
+@dataclass
+class Batch:
+    """Arguments in a structure that PyTorch does not know."""
+
+    words: torch.Tensor
+    weight: torch.Tensor
+
+
+class Reader(nn.Module):
+    """Adds up all that it is given, and records on which devices its arguments were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Linear(8, 8)
+        self.devices: set[str] = set()
+
+    def forward(self, batch: Batch, many: list[torch.Tensor], *, named: dict[str, Any]) -> torch.Tensor:
+        """Return one number."""
+        tensors = [batch.words, batch.weight, *many, named["a"], named["b"][0]]
+        self.devices = {each.device.type for each in tensors}
+        return sum((self.block(each).sum() for each in tensors), torch.zeros((), device="cuda"))
+
+
+def devices_of_arguments() -> tuple[set[str], str, bool]:
+    model: Any = Reader()
+    for module in (model.block, model):
+        fully_shard(module)
+    x, trained = torch.ones(2, 8), torch.ones(2, 8, requires_grad=True)
+    output = model(Batch(x, trained), [x, x.to("cuda")], named={"a": x, "b": (x, "a word")})
+    output.backward()
+    assert trained.grad is not None
+    return model.devices, trained.grad.device.type, x.device.type == "cpu"
+
+
+def test_the_roots_arguments_are_moved_to_the_gpu() -> None:
+    ((devices, gradient, is_left),) = run_ranks(1, devices_of_arguments, backend="nccl", fresh=True, timeout=120)
+    assert devices == {"cuda"}
+    assert gradient == "cpu"
+    assert is_left
+
+
+@pytest.mark.parametrize("sign", ["-", "+"])
+def test_the_readmes_script_runs_on_a_gpu_with_both_engines(sign: str) -> None:
+    run_ranks(1, run_script, sign, backend="nccl", fresh=True, timeout=120)

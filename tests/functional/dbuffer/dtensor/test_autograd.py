@@ -166,3 +166,34 @@ def test_gradients_through_a_write_equal_those_of_plain_tensors(name: str) -> No
         if wanted.grad is not None:
             torch.testing.assert_close(mine.grad.full_tensor(), wanted.grad)
         assert torch.equal(mine.detach().full_tensor(), wanted)
+
+
+# PyTorch does not ask the class of a tensor that these functions wrap.
+TRANSFORMS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "vmap over rows": lambda p: torch.func.vmap(lambda row: row * 2)(p),
+    "vmap of sums": lambda p: torch.func.vmap(torch.sum)(p),
+    "vmap over columns": lambda p: torch.func.vmap(torch.sin, in_dims=1)(p),
+    "grad": lambda p: torch.func.grad(lambda x: x.square().sum())(p),
+    "vjp": lambda p: torch.func.vjp(lambda x: x * x, p)[1](p),
+    "functionalize": lambda p: torch.func.functionalize(lambda x: x * 2)(p),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+@on_ranks(3)
+def test_transforms_of_a_sharded_tensor_are_refused(name: str) -> None:
+    placed = sharded("three ranks", [torch.randn(5, 7)], make_mesh("three ranks"))[0]
+    with (
+        torch.no_grad(),
+        pytest.raises(NotImplementedError, match=r"\(5, 7\).*fix: give the transform p.full_tensor()"),
+    ):
+        TRANSFORMS[name](placed)
+
+
+@on_ranks(3)
+def test_vmap_equals_that_of_plain_tensors_if_it_does_not_map_the_sharded_one() -> None:
+    plain = torch.randn(5, 7)
+    placed = sharded("three ranks", [plain], make_mesh("three ranks"))[0]
+    with torch.no_grad():
+        found, wanted = (torch.func.vmap(lambda x, p=p: p @ x)(torch.ones(4, 7)) for p in (placed, plain))
+    torch.testing.assert_close(found.full_tensor() if isinstance(found, DTensor) else found, wanted)
