@@ -133,7 +133,7 @@ TABLES: Mapping[str, Sequence[Claim]] = {
         *_memory("peak in step over FSDP2's", "peak of the optimizer's step over FSDP2", 1.01, _PRECISIONS),
         *_memory("bytes at rest over FSDP2's", "at rest over FSDP2", 1.01, _PRECISIONS),
         *_memory("peak of the whole step with what rests over FSDP2's", "whole step over FSDP2", 1.01, _PRECISIONS),
-        *_memory("bytes moved over FSDP2's", "bytes moved over FSDP2"),
+        *_memory("bytes moved over FSDP2's", "bytes moved over FSDP2", None, _PRECISIONS),
         *_bytes("bytes moved per parameter beyond plain", "bytes moved per parameter, fused", "bf16", 0.5),
         *_bytes(
             "bytes moved per parameter beyond plain", "bytes moved per parameter, not fused", "bf16, not fused", 4.0

@@ -37,11 +37,19 @@ def measured(ratio: str) -> str:
 @pytest.mark.parametrize(
     ("ratio", "sentence"),
     [
-        ("bytes moved over FSDP2, bf16, 64 ranks", "bf16, 64 ranks | {} and "),
-        ("backward peak over FSDP2, bf16, 64 ranks", " and {} of FSDP2's |"),
+        ("bytes moved over FSDP2, bf16, 64 ranks", "in forward and backward; bf16, 64 ranks | {} of FSDP2's; "),
+        (
+            "bytes moved over FSDP2, bf16, reduced in fp32, 64 ranks",
+            "{} if gradients are reduced in FP32 | counted on a CPU |",
+        ),
+        ("backward peak over FSDP2, bf16, 64 ranks", "memory of backward; bf16, 64 ranks | {} of FSDP2's; "),
+        (
+            "backward peak over FSDP2, bf16, reduced in fp32, 64 ranks",
+            "{} if gradients are reduced in FP32 | counted on a CPU |",
+        ),
         (
             "processor time over the default's, 4 ranks, fp32 on the wire",
-            '(`reduction="invariant"`) | {} of the default\'s on 4 ranks |',
+            '(`reduction="invariant"`). A step takes {} of the default\'s\n  processor time',
         ),
         ("save speed over torch DCP (more is better)", "are saved at {} of the speed of PyTorch's own"),
     ],
@@ -60,7 +68,7 @@ def weights_over(peer: str, ranks: int, metric: str) -> str:
 
 def test_costs_of_a_weight_stream_equal_the_results() -> None:
     time, memory = (weights_over("FSDP2, full_tensor", 2, metric) for metric in ("wall time", "peak memory"))
-    assert f"| {time} of `full_tensor()` of each parameter, at {memory} of its memory |" in README
+    assert f"| {time} and {memory} of FSDP2's `full_tensor()` of each parameter |" in README
     page = (ROOT / "docs/weights_to_inference.md").read_text(encoding="utf-8")
     for peer, name in (
         ("FSDP2, full_tensor", "`full_tensor()` of each parameter, FSDP2"),
@@ -86,7 +94,7 @@ def test_the_padding_of_the_readme_equals_the_page_on_padding() -> None:
 
 def test_the_number_of_meshes_in_the_readme_equals_the_megatron_page() -> None:
     _, table, _ = (ROOT / "docs/megatron.md").read_text(encoding="utf-8").split("<!-- meshes -->")
-    assert f"none needs TransformerEngine | {table.count('| `')} | " in README
+    assert f"{table.count('| `')} configurations of tensor" in README
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
