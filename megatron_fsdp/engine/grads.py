@@ -101,8 +101,7 @@ class GradientBuffer:
     _copies = False
     # One byte per parameter, 1 to pack its gradient: if it is trained and this rank's weight is not 0 (``weigh``).
     _wanted: bytes | bytearray
-    _own_scale: float
-    _weight = 1.0
+    _own_scale = _weight = 1.0
 
     def __init__(
         self,
@@ -126,8 +125,8 @@ class GradientBuffer:
         # Host memory is plentiful, and pinned pages are slow to allocate.
         self.binding.memory.keeps = spec.is_offloaded
         self._views = [self.packed.get_local_tensor(index) for index in range(len(fsdp_params.sharded_params))]
-        self.divide_by(spec.divisor)
         self._filled = bytearray(len(self._views))
+        self.divide_by(spec.divisor)
         # ``missing`` of the sum under way, the same object.
         self._missing = bytearray()
         self._gaps = [self.packed.local_buffer[gap.start : gap.stop] for gap in self.packed.layout.padding()]
@@ -480,11 +479,22 @@ class GradientBuffer:
         self._choose_packer()
 
     def divide_by(self, divisor: float) -> None:
-        """Divide sums over ranks by ``divisor``.
+        """Divide sums over ranks by ``divisor``, from the next reduction on.
 
         fp16 sums of many ranks overflow and fp16 averages underflow, so for fp16 half of the division (in powers of
         two) comes before the sum.
+
+        Raises:
+            StateError: the strategy keeps partial sums of earlier microbatches, which were divided already.
         """
+        under_way = self.binding.sum
+        if self.rests_partial and under_way is not None and under_way.is_in_main_grad and divisor != self.divisor:
+            raise StateError(
+                f"unit {self.unit!r}: the divisor of gradients was changed from {self.divisor:g} to {divisor:g} after "
+                "a microbatch whose gradients are divided already and not reduced yet. fix: call "
+                "set_gradient_divide_factor() before the first microbatch of a step"
+            )
+        scale_before = self._own_scale
         self.divisor = divisor
         half = 2.0 ** -(math.frexp(max(divisor, 1.0))[1] // 2)
         self.wire_scale = half if self.packed.dtype is torch.float16 else 1.0
@@ -492,6 +502,9 @@ class GradientBuffer:
             # Values in ``main_grad`` were divided already.
             self.reduction.wire.scale = 1.0 / half if self.reduction.wire.whole.dtype is torch.float16 else 1.0
         self._own_scale = 1.0 / divisor if self.rests_partial else self.wire_scale
+        if self.is_filled and self._own_scale != scale_before:
+            # Gradients of earlier microbatches that are not reduced yet; both scales are powers of two.
+            self.packed.local_buffer.mul_(self._own_scale / scale_before)
         self.weigh(self._weight)
 
     def weigh(self, weight: float) -> None:

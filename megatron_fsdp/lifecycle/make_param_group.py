@@ -323,10 +323,14 @@ def _refuse_original(words: str, original: torch.Tensor) -> None:
 
 
 def set_divisor(group: ParameterGroup, divisor: float) -> None:
-    """Divide summed gradients by ``divisor`` from now on."""
-    group.spec = replace(group.spec, divisor=divisor, has_own_divisor=True)
+    """Divide summed gradients by ``divisor`` from now on.
+
+    Raises:
+        StateError: see ``GradientBuffer.divide_by``.
+    """
     if group.gradient_buffer is not None:
         group.gradient_buffer.divide_by(divisor)
+    group.spec = replace(group.spec, divisor=divisor, has_own_divisor=True)
 
 
 def set_reduction(

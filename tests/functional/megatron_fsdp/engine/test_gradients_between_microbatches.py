@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from megatron_fsdp import Placements, StateError
+from megatron_fsdp import FSDPModule, MixedPrecisionPolicy, Placements, StateError
 from megatron_fsdp.megatron import fully_shard_model
 from tests.harness import on_ranks
-from tests.harness.models import inputs
+from tests.harness.models import Block, inputs
 from tests.harness.twins import Twins, sharded
 
 NUM_MICROBATCHES = 3
@@ -82,3 +82,35 @@ def test_a_sum_that_replicas_have_parts_of_is_not_shown() -> None:
         model[0].weight.grad.norm()
     text = str(refused.value)
     assert "'weight' is a sum under way, not reduced over all ranks yet" in text
+
+
+def divided_later(strategy: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a gradient with a divisor set between two microbatches, and with the same divisor set before both."""
+    gradients = []
+    for is_late in (True, False):
+        torch.manual_seed(3)
+        model: Any = sharded(Block(5, 7), strategy, mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype))
+        torch.manual_seed(dist.get_rank())
+        for microbatch in range(2):
+            if (microbatch == 1) is is_late:
+                for unit in (each for each in model.modules() if isinstance(each, FSDPModule)):
+                    unit.set_gradient_divide_factor(96.0)
+            model.set_requires_gradient_sync(microbatch == 1)
+            model(torch.randn(3, 5)).square().sum().backward()
+        gradients.append(model.up.weight.grad.full_tensor())
+    return gradients[0], gradients[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params"])
+@on_ranks(3)
+def test_a_divisor_set_between_microbatches_divides_gradients_that_wait(strategy: str, dtype: torch.dtype) -> None:
+    found, wanted = divided_later(strategy, dtype)
+    assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim"])
+@on_ranks(2)
+def test_a_divisor_set_between_microbatches_is_refused_if_sums_are_divided(strategy: str) -> None:
+    with pytest.raises(StateError, match=r"from 2 to 96.*fix: call set_gradient_divide_factor\(\) before the first"):
+        divided_later(strategy, torch.float32)
