@@ -133,6 +133,11 @@ NORMS: dict[str, Callable[[], nn.Module]] = {
 }  # fmt: skip
 
 
+def narrow(dtype: torch.dtype) -> dict[str, Any]:
+    """Return a policy's options for one dtype; before PyTorch 2.15, FSDP2 reduced in ``param_dtype`` by default."""
+    return {"param_dtype": dtype, "reduce_dtype": dtype}
+
+
 def through_norm(f: Run, name: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
     """Train layers around a norm that is its own unit, with a policy of these ``options``."""
     is_image = name in ("group", "batch")
@@ -140,7 +145,7 @@ def through_norm(f: Run, name: str, dtype: torch.dtype, options: dict[str, Any])
     ends = (nn.Conv2d(1, 6, 3), nn.Conv2d(6, 2, 3)) if is_image else (nn.Linear(8, 6), nn.Linear(6, 5))
     model = nn.Sequential(ends[0], NORMS[name](), ends[1])
     for index, module in enumerate((*model, model)):
-        f.fully_shard(module, mp_policy=f.MixedPrecisionPolicy(**(options if index == 1 else {"param_dtype": dtype})))
+        f.fully_shard(module, mp_policy=f.MixedPrecisionPolicy(**(options if index == 1 else narrow(dtype))))
         module.register_forward_hook(lambda module, args, out: f.see(args[0].dtype, out.dtype))
 
     def loss(model: Any, step: int) -> torch.Tensor:
@@ -156,7 +161,7 @@ def through_norm(f: Run, name: str, dtype: torch.dtype, options: dict[str, Any])
 def norms(f: Run) -> None:
     """Inputs of norms are cast like all inputs. Statistics stay FP32, so BatchNorm on CPU needs its own policy."""
     for dtype in (BF16, torch.float16):
-        own = ({"param_dtype": dtype}, {"output_dtype": dtype}, {"param_dtype": FP32, "output_dtype": dtype})
+        own = (narrow(dtype), {"output_dtype": dtype}, {"param_dtype": FP32, "output_dtype": dtype})
         for name in NORMS:
             # PyTorch warns that RMSNorm of bf16 with FP32 weights is slow.
             for options in own if name != "rms" else own[::2]:
