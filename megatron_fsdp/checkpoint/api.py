@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -48,6 +49,7 @@ def save_checkpoint(
     *,
     extra: Mapping[str, Any] | None = None,
     asynchronous: bool = False,
+    process_group: dist.ProcessGroup | None = None,
 ) -> SaveHandle:
     """Write a checkpoint folder at ``path``. Every rank must call this.
 
@@ -61,6 +63,7 @@ def save_checkpoint(
             nested dicts, lists, numbers, strings, tensors. Rank 0's value is saved.
         asynchronous: return after copying this rank's part to host memory, which takes as many bytes as it writes, and
             write in the background. The next save, load or export waits for it first.
+        process_group: the ranks that call, among them all that have a part of the model; None: all ranks of the job.
     Returns:
         A handle to wait for; already done unless ``asynchronous``.
     Raises:
@@ -71,7 +74,7 @@ def save_checkpoint(
         model(batch).square().mean().backward()  # training goes on
         handle.wait()
     """
-    return start_save(model, optimizer, Path(path), extra=extra, asynchronous=asynchronous)
+    return start_save(model, optimizer, Path(path), extra=extra, asynchronous=asynchronous, process_group=process_group)
 
 
 def start_save(
@@ -81,10 +84,11 @@ def start_save(
     *,
     extra: Mapping[str, Any] | None,
     asynchronous: bool,
+    process_group: dist.ProcessGroup | None,
     afterwards: Callable[[], None] | None = None,
 ) -> SaveHandle:
-    """Save as ``save_checkpoint`` does; rank 0 calls ``afterwards`` when the folder has its name."""
-    ranks = checkpoint_ranks("calls save_checkpoint")
+    """Save as ``save_checkpoint`` does; the first rank calls ``afterwards`` when the folder has its name."""
+    ranks = checkpoint_ranks("calls save_checkpoint", process_group)
     path = place_of(path)
     view = ranks.check(f"planning to save {path}", lambda: view_model(model))
     owners = find_rank_values(view.tensors, ranks)
@@ -99,7 +103,12 @@ def start_save(
 
 
 def load_checkpoint(
-    model: nn.Module, optimizer: Optimizer | None, path: str | Path, *, verify: bool = True
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    path: str | Path,
+    *,
+    verify: bool = True,
+    process_group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
     """Load a checkpoint folder into the model and optimizer. Every rank must call this.
 
@@ -112,6 +121,7 @@ def load_checkpoint(
         path: a checkpoint, or a folder that ``torch.distributed.checkpoint.save`` wrote from
             ``{"model": ..., "optimizer": ...}``.
         verify: check all bytes against their checksums first; False: check file sizes only.
+        process_group: as in ``save_checkpoint``.
     Returns:
         The saved ``extra``, with its tensors on the CPU.
     Raises:
@@ -123,7 +133,7 @@ def load_checkpoint(
         extra = load_checkpoint(model, optimizer, "runs/step_0000100")  # on any number of ranks
         first_step = extra["step"] + 1
     """
-    ranks = checkpoint_ranks("calls load_checkpoint")
+    ranks = checkpoint_ranks("calls load_checkpoint", process_group)
     opened = open_checkpoint(Path(path), ranks, verify=verify)
     step = f"loading {path}"
 
@@ -158,18 +168,20 @@ class PartialLoad:
     extra: dict[str, Any]
 
 
-def load_matching(model: nn.Module, path: str | Path, *, verify: bool = True) -> PartialLoad:
+def load_matching(
+    model: nn.Module, path: str | Path, *, verify: bool = True, process_group: dist.ProcessGroup | None = None
+) -> PartialLoad:
     """Load weights and buffers whose names and shapes agree; leave the others unchanged. Every rank must call this.
 
     Optimizer and random state are not loaded, because they would not fit the resulting model.
 
     Args:
-        model: sharded or plain. path: a checkpoint folder. verify: as in ``load_checkpoint``.
+        model: sharded or plain. path: a checkpoint folder. verify, process_group: as in ``load_checkpoint``.
     Raises:
         CheckpointError: there is no checkpoint, no tensor agrees, the checkpoint is damaged, or it has different values
             for names that are one parameter here. The model is then unchanged.
     """
-    ranks = checkpoint_ranks("calls load_matching")
+    ranks = checkpoint_ranks("calls load_matching", process_group)
     opened = open_checkpoint(Path(path), ranks, verify=verify)
 
     def plan() -> ModelMatch:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
@@ -234,17 +235,20 @@ def canonical(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
+def full_state_dict(model: nn.Module, *, process_group: dist.ProcessGroup | None = None) -> dict[str, torch.Tensor]:
     """Return the full state dict on the CPU on rank 0, and an empty dict on other ranks. Every rank must call this.
 
     Rank 0 holds all of it in host memory. Other ranks, and rank 0's GPU, hold one whole tensor at a time.
+
+    Args:
+        process_group: as in ``save_checkpoint``; the first of its ranks gets the state dict.
 
     Example:
         state = full_state_dict(model)
         if dist.get_rank() == 0:
             torch.save(state, "model.pt")
     """
-    ranks = checkpoint_ranks("calls full_state_dict")
+    ranks = checkpoint_ranks("calls full_state_dict", process_group)
     # The gathers cannot name ranks that do not call this function, but this check can.
     ranks.check("full_state_dict", lambda: None)
     is_main = ranks.rank == 0

@@ -18,7 +18,7 @@ from dbuffer.mesh import new_group
 from megatron_fsdp.checkpoint.async_save import finish_pending_save
 from megatron_fsdp.checkpoint.manifest import RANK_VALUES
 from megatron_fsdp.checks.rendezvous import job_store, meet
-from megatron_fsdp.errors import AgreementError, CheckpointError
+from megatron_fsdp.errors import AgreementError, CheckpointError, ConfigError
 from megatron_fsdp.formatting import rank_list
 
 __all__ = ["CheckpointRanks", "checkpoint_ranks", "find_rank_values", "part_rank_values"]
@@ -36,20 +36,21 @@ class _LocalFailure(CheckpointError):
 
 
 class CheckpointRanks:
-    """All ranks of the job, or only this process if there is no process group.
+    """The ranks that save or load together, or only this process if there is no process group.
 
     Args:
         group: None if this process is alone.
         calls: counts the calls of each rank; None if no other process could call.
 
     Attributes:
-        rank: this process's rank. size: the number of ranks.
+        rank: this process's rank in the group. size: the number of ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, calls: _Calls | None = None) -> None:
         self._calls = calls
         self.rank = 0 if group is None else dist.get_rank(group)
         self.size = 1 if group is None else dist.get_world_size(group)
+        self._members = [0] if group is None else dist.get_process_group_ranks(group)
         self._steps = _DistWrapper(group, group is not None, 0)
 
     def agree(self, step: str, mine: Callable[[], T], together: Callable[[list[T]], R]) -> R:
@@ -77,10 +78,10 @@ class CheckpointRanks:
         try:
             return work()
         except CheckpointException as failure:
-            raise _common_error(step, failure, self.size) from None
+            raise _common_error(step, failure, self._members) from None
         except (RuntimeError, ValueError) as error:
             # Errors of the step itself arrive as CheckpointException; this one is a communication error.
-            absent = "" if self._calls is None else self._calls.absent(self.size)
+            absent = "" if self._calls is None else self._calls.absent(self._members)
             raise CheckpointError(f"{step}: {absent or f'lost contact with another rank: {error}'}") from error
 
 
@@ -96,10 +97,10 @@ class _Calls:
         self._action, self._prefix, self._rank = action, prefix, rank
         self._count = self._add(rank, 1)
 
-    def absent(self, num_ranks: int) -> str:
+    def absent(self, ranks: Sequence[int]) -> str:
         """Return which ranks have not made this rank's call, in words; empty if all have or it is unknown."""
         try:
-            missing = [rank for rank in range(num_ranks) if self._add(rank, 0) < self._count]
+            missing = [rank for rank in ranks if self._add(rank, 0) < self._count]
         except RuntimeError:
             return ""
         if not missing:
@@ -116,23 +117,30 @@ def _advice(action: str) -> str:
     return f"fix: call {name}(...) on every rank; a line such as 'if rank == 0:' must not be around it"
 
 
-def checkpoint_ranks(action: str) -> CheckpointRanks:
-    """Return the ranks of the job. All ranks must call this for the same ``action``, e.g. "calls save_checkpoint".
+def checkpoint_ranks(action: str, process_group: dist.ProcessGroup | None = None) -> CheckpointRanks:
+    """Return the ranks of a group. All of them must call this for the same ``action``, e.g. "calls save_checkpoint".
 
-    The first call makes their process group, with the job's timeout. A save in the background is waited for, because it
-    communicates over the same group.
+    The first call makes a process group of their own, with the job's timeout. A save in the background is waited for,
+    because it communicates over the same group.
 
+    Args:
+        process_group: whose ranks call; None: all ranks of the job.
     Raises:
         CheckpointError: some ranks did not call within the job's timeout, or called something else; they are named. Or
             the save in the background failed.
+        ConfigError: this rank is not in the group.
     """
     finish_pending_save()
-    world = dist.group.WORLD if dist.is_initialized() else None
+    world = process_group or (dist.group.WORLD if dist.is_initialized() else None)
     if world is None:
         return CheckpointRanks(None)
     rank = dist.get_rank()
+    if dist.get_rank(world) < 0:
+        raise ConfigError(
+            f"rank {rank} {action} with a process_group that it is not in. fix: call it on the ranks of the group alone"
+        )
     if world not in _GROUPS:
-        everyone = list(range(dist.get_world_size()))
+        everyone = dist.get_process_group_ranks(world)
         try:
             token = meet(everyone, action)
         except (AgreementError, MeshError) as error:
@@ -152,15 +160,15 @@ def _said(work: Callable[..., T], *given: object) -> T:
         raise _LocalFailure(f"{type(error).__name__}: {error}") from error
 
 
-def _common_error(step: str, failure: CheckpointException, num_ranks: int) -> CheckpointError:
+def _common_error(step: str, failure: CheckpointException, ranks: Sequence[int]) -> CheckpointError:
     """Return the error that every rank raises: the first rank's own CheckpointError, or all failures as text."""
     by_rank = {rank: error for rank, (error, _) in sorted(failure.failures.items())}
     for error in by_rank.values():
         if isinstance(error, CheckpointError) and not isinstance(error, _LocalFailure):
             return error
-    which = "" if num_ranks == 1 else " on rank {}"
+    which = "" if len(ranks) == 1 else " on rank {}"
     said = "; ".join(
-        f"failed{which.format(rank)}: {str(error) or type(error).__name__}" for rank, error in by_rank.items()
+        f"failed{which.format(ranks[rank])}: {str(error) or type(error).__name__}" for rank, error in by_rank.items()
     )
     return CheckpointError(f"{step} {said}")
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp.checkpoint.foreign import read_model, read_values
@@ -29,6 +30,7 @@ def export_safetensors(
     name_map: Mapping[str, str] | None = None,
     dtype: torch.dtype | None = None,
     max_file_bytes: int = DEFAULT_FILE_BYTES,
+    process_group: dist.ProcessGroup | None = None,
 ) -> None:
     """Write a (sharded) model's weights in Hugging Face's layout. Every rank must call this; rank 0 writes.
 
@@ -40,6 +42,7 @@ def export_safetensors(
         name_map: patterns of the model's names and the names in the files; see ``NameMap``.
         dtype: dtype of floating-point tensors in the files; None: unchanged.
         max_file_bytes: most bytes of tensors per file; a larger tensor gets a file of its own.
+        process_group: as in ``save_checkpoint``; the first of its ranks writes.
     Raises:
         CheckpointError: writing failed; raised on all ranks.
         ConfigError: ``name_map`` gives two parameters one name, or the package ``safetensors`` is not installed.
@@ -48,7 +51,7 @@ def export_safetensors(
         export_safetensors(model, "out", dtype=torch.bfloat16)
         import_safetensors(model, "out")
     """
-    ranks = checkpoint_ranks("calls export_safetensors")
+    ranks = checkpoint_ranks("calls export_safetensors", process_group)
     # The gathers cannot name ranks that do not call this function, but this check can.
     view = ranks.check(f"exporting to {folder}", lambda: view_model(model))
     names = NameMap(name_map or {}).translate(_names_once(list(view.tensors), view.ties))
@@ -73,7 +76,12 @@ def export_safetensors(
 
 
 def import_safetensors(
-    model: nn.Module, folder: str | Path, *, name_map: Mapping[str, str] | None = None, strict: bool = True
+    model: nn.Module,
+    folder: str | Path,
+    *,
+    name_map: Mapping[str, str] | None = None,
+    strict: bool = True,
+    process_group: dist.ProcessGroup | None = None,
 ) -> None:
     """Load weights from a folder of safetensors files, or from one file, into a (sharded) model.
 
@@ -82,6 +90,7 @@ def import_safetensors(
     Args:
         name_map: patterns of the model's names and the names in the files; see ``NameMap``.
         strict: raise if the files hold more tensors than the model; False: ignore those.
+        process_group: as in ``save_checkpoint``.
     Raises:
         CheckpointError: files are damaged, or names or shapes differ, and are listed. The model is then unchanged.
         ConfigError: the package ``safetensors`` is not installed, or ``name_map`` is ambiguous.
@@ -90,7 +99,7 @@ def import_safetensors(
         export_safetensors(model, "out", name_map={"blocks.*.linear.weight": "model.layers.*.mlp.weight"})
         import_safetensors(model, "out", name_map={"blocks.*.linear.weight": "model.layers.*.mlp.weight"})
     """
-    ranks = checkpoint_ranks("calls import_safetensors")
+    ranks = checkpoint_ranks("calls import_safetensors", process_group)
     view = ranks.check(f"opening {folder}", lambda: view_model(model))
     names = NameMap(name_map or {}).translate(view.tensors)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -54,6 +55,7 @@ class CheckpointSeries:
         prefix: prefix of their names; "iter_" for Megatron-LM's.
         pointer: name of the file that names the latest checkpoint; it is written when that checkpoint is complete.
         is_pointer_bare: write only the number to the pointer, as in Megatron's tracker file, not the folder's name.
+        process_group: as in ``save_checkpoint``.
 
     Example:
         series = CheckpointSeries("runs/mine")
@@ -65,6 +67,7 @@ class CheckpointSeries:
     prefix: str = "step_"
     pointer: str = "latest"
     is_pointer_bare: bool = False
+    process_group: dist.ProcessGroup | None = None
 
     @property
     def folder(self) -> Path:
@@ -132,14 +135,17 @@ class CheckpointSeries:
         if keep_last is not None and keep_last < 1:
             raise ConfigError(f"keep_last={keep_last}. fix: give at least 1, or None to keep all")
         # The working directory may change while the save runs in the background.
-        series = dataclasses.replace(self, root=self.folder.absolute())
+        series, group = dataclasses.replace(self, root=self.folder.absolute()), self.process_group
 
         def finish() -> None:
             series.mark_latest(step)
             if keep_last is not None:
                 series.prune(keep_last, step)
 
-        return start_save(model, optimizer, self.path(step), extra=extra, asynchronous=asynchronous, afterwards=finish)
+        return start_save(
+            model, optimizer, self.path(step), extra=extra, asynchronous=asynchronous, process_group=group,
+            afterwards=finish,
+        )  # fmt: skip
 
     def load(self, model: nn.Module, optimizer: Optimizer | None) -> LoadedCheckpoint | None:
         """Load the newest complete checkpoint; damaged ones are skipped. Every rank must call this.
@@ -150,13 +156,13 @@ class CheckpointSeries:
             CheckpointError: as ``load_checkpoint``. ``DamagedCheckpointError`` if there are checkpoints, but all of
                 them are damaged.
         """
-        steps = checkpoint_ranks("calls CheckpointSeries.load").agree(
+        steps = checkpoint_ranks("calls CheckpointSeries.load", self.process_group).agree(
             f"looking for checkpoints in {self.folder}", lambda: None, lambda _: self.steps()
         )
         damaged: list[str] = []
         for step in reversed(steps):
             try:
-                extra = load_checkpoint(model, optimizer, self.path(step))
+                extra = load_checkpoint(model, optimizer, self.path(step), process_group=self.process_group)
             except DamagedCheckpointError as error:
                 damaged.append(str(error))
             else:

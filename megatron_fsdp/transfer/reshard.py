@@ -61,7 +61,7 @@ def reshard_(
     call that raises leaves model and optimizer unchanged, on all ranks that still run.
 
     Every rank of the old and of the new mesh calls it. A rank that the new mesh leaves out sends its part; its model
-    can train no more afterwards.
+    can train no more afterwards. The others save with ``save_checkpoint(..., process_group=)``.
 
     Args:
         mesh: data-parallel mesh as in ``fully_shard``, over ranks that the model has now. Default: the current mesh.
@@ -435,6 +435,11 @@ class _Prepared:
         if not self._is_here:
             for root in {id(unit.root): unit.root for unit in units}.values():
                 root.set_hooks((_Left(),))
+            vars(model)["checkpoint_refusal"] = (
+                f"rank {dist.get_rank()}: reshard_ moved the model to a mesh without this rank. fix: call this on the "
+                "ranks of the mesh alone; save_checkpoint and load_checkpoint take them as process_group="
+                "dist.new_group(ranks, use_local_synchronization=True)"
+            )
             return
         before = _Before(units)
         try:
