@@ -168,11 +168,11 @@ class _Parser(CommandParser):
         others = [flag for flag in flags if flag in NOT_HERE]
         misspelled = [flag for flag in flags if flag not in NOT_HERE]
         verb, them = ("is a flag", "it") if len(others) == 1 else ("are flags", "them")
-        told = f"{', '.join(others)} {verb} of Megatron-LM that this script does not have; fix: leave {them} out"
+        told = f"{', '.join(others)} {verb} of Megatron-LM that this script does not have. fix: leave {them} out"
         return ". ".join([super().unknown(misspelled)] * bool(misspelled) + [told] * bool(others))
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
+        raise ConfigError(self.with_fix(message))
 
 
 def _checked(cast: Callable[[str], Any], is_valid: Callable[[Any], bool], wanted: str) -> Callable[[str], Any]:

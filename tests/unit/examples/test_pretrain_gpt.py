@@ -149,7 +149,7 @@ def test_a_profile_is_a_chrome_trace_and_the_exposed_share_is_printed(
 
 def test_wrong_flags_and_missing_texts_are_one_line_and_start_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert refusal("--hiden-size 3", capsys) == (
-        "pretrain_gpt.py: error: unknown option --hiden-size; did you mean --hidden-size?\n"
+        "pretrain_gpt.py: error: unknown option --hiden-size. fix: use --hidden-size, the most similar one\n"
     )
     assert "--data-path: cannot read nowhere" in refusal("--data-path nowhere", capsys)
     assert not Path("runs").exists()
