@@ -117,7 +117,9 @@ def resume_partly(job: Job, checkpoints: CheckpointSeries) -> TrainingState | No
     Returns None if the checkpoint is of exactly this model, or if there is no checkpoint.
     """
     ranks = checkpoint_ranks("loads a checkpoint")
-    steps = ranks.agree(f"looking for checkpoints in {checkpoints.root}", lambda: None, lambda _: checkpoints.steps())
+    steps = ranks.agree(
+        f"looking for checkpoints in {checkpoints.root}", lambda: None, lambda _: checkpoints.resumable_steps()
+    )
     if not steps:
         return None
     path = checkpoints.path(steps[-1])
