@@ -29,7 +29,7 @@ def continue_prompt(args: argparse.Namespace) -> str:
     """Return the prompt and its continuation by the newest checkpoint in ``--load``, or by ``--load`` if it is one."""
     path: Path = args.load
     if not (path / "manifest.json").is_file():
-        if not (steps := checkpoints_in(path).steps()):
+        if not (steps := checkpoints_in(path).resumable_steps()):
             raise ConfigError(f"--load: no whole checkpoint in {path}. fix: give the --save folder of pretrain_gpt.py")
         path = checkpoints_in(path).path(steps[-1])
     extra: dict[str, Any] = open_checkpoint(path, checkpoint_ranks("reads a checkpoint"), verify=False).state.get(

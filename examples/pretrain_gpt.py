@@ -232,8 +232,9 @@ def save(job: Job, state: TrainingState, interval: Interval) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the job, and return the exit status: 0, 2 after an error that the user can mend, 130 when interrupted."""
-    ranks = Ranks.from_environment()
+    ranks = Ranks(rank=0, local_rank=0, size=1)
     try:
+        ranks = Ranks.from_environment(is_fake="--fake-process-group" in arguments)
         args = parse_arguments(arguments, num_ranks=ranks.size)
         pretrain(args, ranks)
     except (FsdpError, DBufferError, DataError, DivergedError) as error:

@@ -30,8 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser = _overview()
         parser.parse_args(arguments if name.startswith("-") else [])
         known = ", ".join(modules)
-        meant = f"did you mean {nearest(name, modules)}? There are {known}"
-        parser.error(f"{name!r} is no command; {meant}" if name else f"no command given; there are {known}")
+        meant = f"use {nearest(name, modules)}, the most similar of {known}"
+        parser.error(f"{name!r} is no command. fix: {meant}" if name else f"no command given. fix: give one of {known}")
     command = importlib.import_module(modules[name])
     parser = CommandParser(f"megatron-fsdp {name}", _purpose(name), command.EXAMPLES)
     command.add_arguments(parser)

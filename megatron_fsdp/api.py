@@ -253,21 +253,28 @@ def replicate(module: M, mesh: DeviceMesh | None = None, **options: Any) -> M:
     Args:
         module: as in ``fully_shard``.
         mesh: as in ``fully_shard``, but the parameters are replicated along all axes.
-        options: the keyword arguments of ``fully_shard``.
+        options: the keyword arguments of ``fully_shard``, except ``placements``. With ``dp_mesh_dims`` the parameters
+            are replicated along all axes that it names.
     Returns:
         ``module``.
     Raises:
-        ConfigError, OwnershipError: as in ``fully_shard``.
+        ConfigError: ``placements`` is given; or as in ``fully_shard``.
+        OwnershipError: as in ``fully_shard``.
 
     Example:
         for block in model.blocks:
             replicate(block)
         replicate(model)  # DDP over the same engine
     """
-    if options.get("dp_mesh_dims") is None:
-        mesh = sharding_target(mesh, None, None).mesh
-        options["placements"] = Placements.no_shard(*range(mesh.ndim))
-    return fully_shard(module, mesh, **options)
+    if "placements" in options:
+        raise ConfigError(
+            f"replicate(placements={options['placements']}): it replicates over every axis. fix: leave placements out, "
+            "or call fully_shard with them"
+        )
+    dims = options.get("dp_mesh_dims")
+    mesh = sharding_target(None, None, dims).mesh if mesh is None else mesh
+    num_axes = mesh.ndim if dims is None else bool(dims.replicate_names) + bool(dims.shard_names)
+    return fully_shard(module, mesh, Placements.no_shard(*range(num_axes)), **options)
 
 
 def share_comm_ctx(modules: Sequence[nn.Module]) -> None:

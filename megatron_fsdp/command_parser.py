@@ -58,7 +58,8 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Exit with status 2 and one line on stderr; in a job of several ranks only rank 0 prints it."""
-        line = f"{self.prog}: {' '.join(message.split())} ({self.prog} --help)"
+        text = " ".join(message.split())
+        line = f"{self.prog}: {text} ({self.prog} --help)" if "fix:" in text else f"{self.prog}: {self.with_fix(text)}"
         record_error(line)
         self.exit(2, f"{line}\n" if os.environ.get("RANK", "0") == "0" else None)
 
@@ -71,21 +72,24 @@ class CommandParser(argparse.ArgumentParser):
         if flags:
             self.error(self.unknown(flags))
         if unknown:
-            self.error(f"unexpected argument {unknown[0]!r}")
+            self.error(f"unexpected argument {unknown[0]!r}. fix: leave it out, or put its option in front of it")
         return found, unknown
+
+    def with_fix(self, message: str) -> str:
+        """Return a message of argparse with a fix, if it has none."""
+        return message if "fix:" in message else f"{message}. fix: follow {self.prog} --help"
 
     def unknown(self, flags: Sequence[str]) -> str:
         """Return the message for unknown flags, each with the nearest option."""
         options = [option for action in self._actions for option in action.option_strings]
         meant = [nearest(flag, options) for flag in flags]
         if len(flags) == 1:
-            return f"unknown option {flags[0]}; did you mean {meant[0]}?"
-        listed = (f"{flag} (did you mean {each}?)" for flag, each in zip(flags, meant, strict=True))
-        return f"unknown options {', '.join(listed)}"
+            return f"unknown option {flags[0]}. fix: use {meant[0]}, the most similar one"
+        return f"unknown options {', '.join(flags)}. fix: use {', '.join(meant)}, the most similar ones"
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
             choices = [str(choice) for choice in action.choices]
             raise argparse.ArgumentError(
-                action, f"{value!r} is none of {', '.join(choices)}; did you mean {nearest(str(value), choices)}?"
+                action, f"{value!r} is none of {', '.join(choices)}. fix: use {nearest(str(value), choices)}"
             )

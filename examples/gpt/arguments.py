@@ -80,6 +80,17 @@ def flags_without_engine(args: argparse.Namespace) -> list[str]:
     return [flag.spell(getattr(args, flag.dest)) for flag in given if flag.dest not in _OF_THE_SCRIPT]
 
 
+def idle_flags(args: argparse.Namespace) -> list[str]:
+    """Return a sentence for each of the script's own flags that was given and does nothing without another one."""
+    parser, found = build_parser(), []
+    for name, is_used, needed in _NEEDS:
+        value = getattr(args, name)
+        if value != parser.get_default(name) and not is_used(args):
+            spelled = _flag(name) if value is True else f"{_flag(name)} {value}"
+            found.append(f"{spelled} does nothing: it needs {needed}")
+    return found
+
+
 def _check_units_of_time(args: argparse.Namespace) -> None:
     """Raise ConfigError for two lengths of the run or its warm-up, or for iterations mixed with samples."""
     if args.train_iters is not None and args.train_samples is not None:
@@ -156,7 +167,7 @@ def add_flags(parser: argparse._ActionsContainer, rows: Sequence[_Row]) -> None:
         elif isinstance(kind, tuple):
             options = {"choices": kind, "default": default}
         elif kind is list:
-            options = {"nargs": "+", "default": default, "metavar": "WORD"}
+            options = {"type": _text, "nargs": "+", "default": default, "metavar": "WORD"}
         parser.add_argument(name, help=meaning, **options)
 
 
@@ -168,11 +179,11 @@ class _Parser(CommandParser):
         others = [flag for flag in flags if flag in NOT_HERE]
         misspelled = [flag for flag in flags if flag not in NOT_HERE]
         verb, them = ("is a flag", "it") if len(others) == 1 else ("are flags", "them")
-        told = f"{', '.join(others)} {verb} of Megatron-LM that this script does not have; fix: leave {them} out"
+        told = f"{', '.join(others)} {verb} of Megatron-LM that this script does not have. fix: leave {them} out"
         return ". ".join([super().unknown(misspelled)] * bool(misspelled) + [told] * bool(others))
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
+        raise ConfigError(self.with_fix(message))
 
 
 def _checked(cast: Callable[[str], Any], is_valid: Callable[[Any], bool], wanted: str) -> Callable[[str], Any]:
@@ -189,6 +200,7 @@ _count = _checked(int, lambda value: value >= 1, "a whole number >= 1")
 _natural = _checked(int, lambda value: value >= 0, "a whole number >= 0")
 _positive = _checked(float, lambda value: 0 < value < float("inf"), "a number > 0")
 _nonnegative = _checked(float, lambda value: 0 <= value < float("inf"), "a number >= 0")
+_seed = _checked(int, lambda value: 0 <= value < 2**64, "a whole number from 0 to below 2**64")
 _text = _checked(str, bool, "at least one character")
 _fraction = _checked(float, lambda value: 0 <= value < 1, "a number from 0 to below 1")
 
@@ -242,7 +254,7 @@ _FLAGS: dict[str, tuple[_Row, ...]] = {
         ("--train-iters", _count, None, "optimizer steps in all"),
         ("--train-samples", _count, None, "samples in all, in place of --train-iters"),
         ("--exit-interval", _count, None, "stop after a step divisible by this"),
-        ("--seed", _natural, 1234, "of weights, data order and sampling"),
+        ("--seed", _seed, 1234, "of weights, data order and sampling"),
         ("--bf16", bool, False, "compute in bfloat16"),
         ("--fp16", bool, False, "refused: it needs loss scaling, which is not here yet"),
         ("--hidden-dropout", _fraction, 0.0, "of embeddings and of what blocks add to the stream; Megatron: 0.1"),
@@ -312,6 +324,26 @@ _FLAGS: dict[str, tuple[_Row, ...]] = {
         *SAMPLING,
     ),
 }
+
+# Flags that act only together with others; what they need, in words.
+_NEEDS: tuple[tuple[str, Callable[[argparse.Namespace], bool], str], ...] = (
+    ("rotary_base", lambda a: a.position_embedding_type == "rope", "--position-embedding-type rope"),
+    ("moe_router_topk", lambda a: a.num_experts is not None, "--num-experts"),
+    ("moe_router_pre_softmax", lambda a: a.num_experts is not None, "--num-experts"),
+    ("agreement_interval", lambda a: a.use_megatron_fsdp, "--use-megatron-fsdp"),
+    ("replica_interval", lambda a: a.use_megatron_fsdp, "--use-megatron-fsdp"),
+    ("min_lr", lambda a: a.lr_decay_style != "constant", "--lr-decay-style linear or cosine"),
+    *((f"adam_{name}", lambda a: a.optimizer != "sgd", "--optimizer adam or muon")
+      for name in ("beta1", "beta2", "eps")),
+    ("sgd_momentum", lambda a: a.optimizer == "sgd", "--optimizer sgd"),
+    *((f"muon_{name}", lambda a: a.optimizer in ("muon", "dist_muon"), "--optimizer muon")
+      for name in ("momentum", "no_split_qkv", "use_nesterov", "scale_mode", "extra_scale_factor", "num_ns_steps",
+                   "coefficient_type", "fp32_matmul_prec")),
+    ("async_save", lambda a: a.save is not None, "--save"),
+    ("eval_interval", lambda a: a.eval_iters > 0, "--eval-iters"),
+    ("profile_step_start", lambda a: a.profile, "--profile"),
+    ("profile_step_end", lambda a: a.profile, "--profile"),
+)
 
 # Checks in this order, with their error messages: {lr} is the flag with its value, {found.lr} the value alone.
 _REFUSALS: tuple[tuple[Callable[[argparse.Namespace], Any], str], ...] = (
@@ -407,24 +439,35 @@ _REFUSALS: tuple[tuple[Callable[[argparse.Namespace], Any], str], ...] = (
      "{save_interval} and {keep_last} need --save. fix: name the folder"),
     (lambda a: a.optimizer not in ("adam", "sgd", "muon", "dist_muon"),
      "{optimizer} is not supported. fix: --optimizer adam, sgd or muon"),
-    (lambda a: a.adam_moments != "fp32" and a.optimizer != "adam", "{adam_moments} contradicts {optimizer}"),
+    (lambda a: a.adam_moments != "fp32" and a.optimizer != "adam",
+     "{adam_moments} contradicts {optimizer}. fix: leave one out"),
     (lambda a: a.fsdp_invariant_reduction and not a.use_megatron_fsdp,
-     "--fsdp-invariant-reduction needs --use-megatron-fsdp, which keeps the order of sums"),
+     "--fsdp-invariant-reduction needs --use-megatron-fsdp, which keeps the order of sums. fix: give both"),
     (lambda a: not a.use_megatron_fsdp and (a.weight_gather or a.slot_pool),
-     "{weight_gather} and {slot_pool} need --use-megatron-fsdp"),
+     "{weight_gather} and {slot_pool} need --use-megatron-fsdp. fix: give it"),
     (lambda a: a.use_torch_fsdp2 and not a.use_megatron_fsdp and (a.save or a.load),
      "--use-torch-fsdp2 contradicts {save} and {load}: this script saves and loads what megatron_fsdp sharded, or "
-     "replicas; leave them away (the log goes to runs/gpt)"),
+     "replicas. fix: leave them out (the log goes to runs/gpt)"),
     (lambda a: a.use_torch_fsdp2 and not a.use_megatron_fsdp and a.num_distributed_optimizer_instances != 1,
-     "--use-torch-fsdp2 contradicts {num_distributed_optimizer_instances}: it shards over all ranks here"),
-    (lambda a: a.min_lr > a.lr, "{min_lr} exceeds {lr}; the rate decays from the second to the first"),
+     "--use-torch-fsdp2 contradicts {num_distributed_optimizer_instances}: it shards over all ranks here. fix: leave "
+     "one out"),
+    (lambda a: a.use_torch_fsdp2 and not a.use_megatron_fsdp and a.optimizer in ("muon", "dist_muon"),
+     "--use-torch-fsdp2 contradicts {optimizer}, which shares out the matrices that megatron_fsdp sharded. fix: use "
+     "--optimizer adam"),
+    (lambda a: a.weight_gather and (a.data_parallel_sharding_strategy != "optim_grads_params"
+                                    or a.outer_dp_sharding_strategy == "optim" or a.enable_full_sharding_in_hsdp
+                                    or a.optimizer_cpu_offload),
+     "{weight_gather} needs --data-parallel-sharding-strategy optim_grads_params without --outer-dp-sharding-strategy "
+     "optim and --optimizer-cpu-offload: weights are packed where the main weights' shards are. fix: leave one out"),
+    (lambda a: a.min_lr > a.lr,
+     "{min_lr} exceeds {lr}, and the rate decays from the second to the first. fix: lower the first"),
     (lambda a: a.lr_warmup_iters >= a.lr_decay_iters,
-     "{lr_warmup_iters} leaves no decay before {lr_decay_iters} (default: --train-iters)"),
+     "{lr_warmup_iters} leaves no decay before {lr_decay_iters} (default: --train-iters). fix: lower the first"),
     (lambda a: a.profile and a.profile_step_start >= a.profile_step_end,
-     "{profile_step_start} is not before {profile_step_end}; no step would be recorded"),
+     "{profile_step_start} is not before {profile_step_end}: no step would be recorded. fix: raise the second"),
     (lambda a: a.fake_process_group and (a.save or a.load),
-     "--fake-process-group contradicts {save} and {load}: weights and losses mean nothing"),
+     "--fake-process-group contradicts {save} and {load}: weights and losses mean nothing. fix: leave them out"),
     (lambda a: a.fake_process_group and "TORCHELASTIC_RUN_ID" in os.environ,
-     "--fake-process-group is for one process: WORLD_SIZE=64 python examples/pretrain_gpt.py ..."),
+     "--fake-process-group is for one process. fix: WORLD_SIZE=64 python examples/pretrain_gpt.py ..."),
 )
 # fmt: on

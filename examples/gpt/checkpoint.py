@@ -77,7 +77,24 @@ def resume(job: Job) -> TrainingState:
     if args.finetune:
         job.log.message("--finetune: weights alone were taken; training starts at iteration 0")
         return TrainingState()
+    _check_progress(job, state, root)
     return state
+
+
+def _check_progress(job: Job, state: TrainingState, root: Path) -> None:
+    """Raise ConfigError if ``--train-samples`` would count wrongly; log it if there is nothing left to train."""
+    args, batch = job.args, job.args.global_batch_size
+    if args.train_samples is not None and state.consumed_samples != state.iteration * batch:
+        raise ConfigError(
+            f"--train-samples {args.train_samples} with --global-batch-size {batch}: the {state.iteration} iterations "
+            f"in {root} took {state.consumed_samples} samples, so iterations of this size would end the run and the "
+            "decay of the learning rate at wrong numbers of samples. fix: --global-batch-size "
+            f"{state.consumed_samples // max(state.iteration, 1)}, or give the length as --train-iters"
+        )
+    if state.iteration >= args.train_iters:
+        job.log.message(
+            f"nothing is left to train: {state.iteration} iterations are done, and the run has {args.train_iters}"
+        )
 
 
 def _resume_from(job: Job, root: Path, *, weights_only: bool) -> TrainingState:
@@ -95,6 +112,11 @@ def _resume_from(job: Job, root: Path, *, weights_only: bool) -> TrainingState:
         check_load(job.args, root, "there is no checkpoint in it")
         job.log.message(f"no checkpoint in {root}: starting from new weights")
         return TrainingState()
+    if lacking := [name for name in ("training", "model", "data") if name not in loaded.extra]:
+        raise ConfigError(
+            f"{loaded.path} was not saved by pretrain_gpt.py: its extra has no {', '.join(lacking)}. fix: give --load "
+            "the --save folder of a run of this script"
+        )
     for message in loaded.damaged:
         job.log.message(f"passed over a checkpoint: {message}")
     if differing := model_differences(loaded.extra, job.config):
@@ -117,7 +139,9 @@ def resume_partly(job: Job, checkpoints: CheckpointSeries) -> TrainingState | No
     Returns None if the checkpoint is of exactly this model, or if there is no checkpoint.
     """
     ranks = checkpoint_ranks("loads a checkpoint")
-    steps = ranks.agree(f"looking for checkpoints in {checkpoints.root}", lambda: None, lambda _: checkpoints.steps())
+    steps = ranks.agree(
+        f"looking for checkpoints in {checkpoints.root}", lambda: None, lambda _: checkpoints.resumable_steps()
+    )
     if not steps:
         return None
     path = checkpoints.path(steps[-1])
@@ -163,7 +187,8 @@ def next_steps(args: argparse.Namespace, arguments: Sequence[str], num_ranks: in
     starter = f"{python} -m torch.distributed.run --standalone --nproc-per-node {num_ranks}"
     length = "--train-iters" if args.train_samples is None else "--train-samples"
     total = args.train_iters if args.train_samples is None else args.train_samples
-    more = 2 * total if step == args.train_iters else total
+    done = step if args.train_samples is None else step * args.global_batch_size
+    more = 2 * max(total, done) if step >= args.train_iters else total
     # A resumed run is no finetuning any more, and has the optimizer state that this one saved.
     taken = [
         word for word in arguments if word not in ("--finetune", *([] if args.no_save_optim else ["--no-load-optim"]))

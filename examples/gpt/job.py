@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.profiler import profile, schedule
 
-from gpt.arguments import flags_without_engine
+from gpt.arguments import flags_without_engine, idle_flags
 from gpt.data import Tokenizer, TrainingData, build_tokenizer
 from gpt.indexed import load_data
 from gpt.launch import Ranks, select_device, start_process_group
@@ -92,6 +92,8 @@ def describe(job: Job) -> None:
         log.message(NO_CHART)
     if args.log_throughput and peak_tflops(job.device) is None:
         log.message("--log-throughput logs TFLOP/s without MFU: the peak of this device is not known")
+    for line in idle_flags(args):
+        log.message(line)
     if args.fake_process_group:
         log.message(f"one process stands for {job.ranks.size} ranks (--fake-process-group): losses mean nothing")
     if args.use_megatron_fsdp:
@@ -110,6 +112,11 @@ def profiled(job: Job, iteration: int) -> Iterator[Callable[[], None]]:
     such as ``trace_rank0_steps10-11.json``. If the model is sharded, logs the share of exposed communication.
     """
     args, wait = job.args, job.args.profile_step_start - 1 - iteration
+    if args.profile and not iteration < args.profile_step_start <= args.train_iters:
+        job.log.message(
+            f"--profile records nothing: this run trains iterations {iteration + 1} to {args.train_iters}, without "
+            f"--profile-step-start {args.profile_step_start}"
+        )
     if not (args.profile and job.ranks.is_main and wait >= 0):
         yield lambda: None
         return

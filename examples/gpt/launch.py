@@ -1,4 +1,4 @@
-"""Ranks and devices, from torchrun's environment or for one plain process; errors said once; requests to stop."""
+"""Ranks and devices, from the environment of torchrun, srun or mpirun; errors printed once; requests to stop."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from torch.distributed.rendezvous import rendezvous
 from dbuffer.collectives.waits import wait_for
 from megatron_fsdp import AgreementError, ConfigError
 from megatron_fsdp.command_parser import record_error
+from megatron_fsdp.policy.launch import job_place
 
 _GRACE_SECONDS = 15.0
 _NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
@@ -28,17 +29,30 @@ _NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """Rank and world size of this process; a plain ``python`` start is rank 0 of 1."""
+    """Rank and world size of this process; a process that no launcher started is rank 0 of 1."""
 
     rank: int
     local_rank: int
     size: int
 
     @classmethod
-    def from_environment(cls) -> Ranks:
-        """Return what torchrun says, or a single rank."""
-        defaults = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-        return cls(*(int(os.environ.get(name, default)) for name, default in defaults.items()))
+    def from_environment(cls, *, is_fake: bool = False) -> Ranks:
+        """Return the place that torchrun, srun or mpirun gave this process, or a single rank.
+
+        Args:
+            is_fake: this process stands for ``WORLD_SIZE`` ranks (``--fake-process-group``).
+        Raises:
+            ConfigError: the variables of a launcher are incomplete.
+        """
+        if is_fake:
+            return cls(int(os.environ.get("RANK", "0")), 0, int(os.environ.get("WORLD_SIZE", "1")))
+        place = job_place(os.environ)
+        if place is None:
+            return cls(0, 0, 1)
+        local_rank = place.local_rank
+        if local_rank is None:
+            local_rank = place.rank % max(torch.cuda.device_count(), 1)
+        return cls(place.rank, local_rank, place.size)
 
     @property
     def is_main(self) -> bool:
@@ -77,10 +91,10 @@ def start_process_group(args: argparse.Namespace, ranks: Ranks, device: torch.de
         return
     timeout = datetime.timedelta(minutes=args.distributed_timeout_minutes)
     options: dict[str, Any] = {"rank": ranks.rank, "world_size": ranks.size}
-    if "RANK" in os.environ:
+    if ranks.size > 1:
         # When torchrun restarts the ranks, its store still has the addresses of the dead ones: use another prefix.
         attempt = f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')} on {ranks.size} ranks"
-        options["store"] = PrefixStore(attempt, next(rendezvous("env://", timeout=timeout))[0])
+        options["store"] = PrefixStore(attempt, next(rendezvous("env://", ranks.rank, ranks.size, timeout=timeout))[0])
     else:
         # Port 0: any free one, so that plain starts side by side do not collide.
         options["init_method"] = "tcp://127.0.0.1:0"
@@ -112,7 +126,8 @@ class StopSignal:
     """
 
     def __init__(self) -> None:
-        self._received = 0
+        # The signal that this rank got, and the one that any rank had got at the last look.
+        self._received = self._agreed = 0
         self._previous: dict[int, Any] = {}
         # The flag is a CPU tensor with its own gloo group, so that it does not wait for the GPU.
         has_others = dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() != "fake"
@@ -121,15 +136,19 @@ class StopSignal:
     @property
     def received(self) -> str:
         """The name of the signal that this rank, or at the last look any rank, got; empty for none."""
-        return _NAMES[signal.Signals(self._received)] if self._received else ""
+        number = self._received or self._agreed
+        return _NAMES[signal.Signals(number)] if number else ""
 
     def is_received_anywhere(self) -> bool:
-        """Return whether any rank got the signal so far; all ranks call it and get one answer."""
+        """Return whether any rank got the signal so far; all ranks call it and get one answer.
+
+        A signal that comes while the ranks exchange theirs counts in the next call.
+        """
+        number = torch.tensor(self._received, dtype=torch.int32)
         if self._group is not None:
-            number = torch.tensor(self._received, dtype=torch.int32)
             wait_for(dist.all_reduce(number, op=dist.ReduceOp.MAX, group=self._group, async_op=True))
-            self._received = int(number)
-        return self._received > 0
+        self._agreed = int(number)
+        return self._agreed > 0
 
     def __enter__(self) -> StopSignal:
         self._previous = {number: signal.signal(number, self._receive) for number in _NAMES}

@@ -152,7 +152,7 @@ class Checker(TorchDispatchMode):
         # Look up blocks before the operator runs: it may exchange the memory of storages.
         inputs = [self._block(tensor) for tensor, _ in touched]
         if None in inputs and not signature.is_view:
-            raise StorageError(f"{signature.name} was called on memory that is not there")
+            raise StorageError(_released_memory(signature.name, self._unit))
         result = func(*args, **kwargs)
         if not signature.is_view:
             self.num_operators += 1
@@ -299,7 +299,7 @@ class Checker(TorchDispatchMode):
             for tensor in tensors:
                 block = self._block(tensor)
                 if block is None and tensor.numel():
-                    raise StorageError(f"{kind} was called on memory that is not there")
+                    raise StorageError(_released_memory(kind, self._unit))
                 if block is not None and tensor.numel():
                     self.memory.touch(block, _spans(tensor), access, queue)
         self._in_collective = current, queue, num_waits
@@ -335,6 +335,13 @@ class _Methods(TorchFunctionMode):
         ):
             checker.lies_on_host(result)
         return result
+
+
+def _released_memory(action: str, unit: str) -> str:
+    return (
+        f"{action} was called on memory that was released, while unit {unit!r} ran. fix: gather the unit's weights or "
+        "allocate the buffer before this call, and release it after"
+    )
 
 
 def _is_made_on_host(result: torch.Tensor, kwargs: Any) -> bool:

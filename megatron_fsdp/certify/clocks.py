@@ -65,9 +65,14 @@ class Queue:
             CaptureError: one of the two is of a capture and the other is not of the same one.
         """
         if self.is_captured and not event.is_captured:
-            raise CaptureError(f"{self.name}, which is captured, waits for an event recorded outside of the capture")
+            raise CaptureError(
+                f"{self.name}, which is captured, waits for an event recorded outside of the capture. fix: record the "
+                "event inside the capture, or wait for it before the capture begins"
+            )
         if event.is_captured and event.capture != self.streams.capture_number:
-            raise CaptureError(f"{self.name} waits for an event of a capture that is over")
+            raise CaptureError(
+                f"{self.name} waits for an event of a capture that is over. fix: record a new event after the capture"
+            )
         self.is_captured = event.is_captured
         self.launch()
         self.follow(event.source, event.clock)
@@ -158,7 +163,10 @@ class Event:
 
     def _refuse_capture(self, what: str) -> None:
         if self.is_captured:
-            raise CaptureError(f"the host {what} an event that was recorded in a capture (error 907)")
+            raise CaptureError(
+                f"the host {what} an event that was recorded in a capture (error 907). fix: record an event outside of "
+                "the capture for the host"
+            )
 
 
 class VirtualStreams:
@@ -254,7 +262,10 @@ class VirtualStreams:
             yield
         for lane in self.lanes:
             if lane.is_captured and not stream.follows(lane):
-                raise CaptureError(f"{lane.name} was forked into the capture and never joined")
+                raise CaptureError(
+                    f"{lane.name} was forked into the capture and never joined. fix: let the captured stream wait for "
+                    "an event of it before the capture ends"
+                )
             lane.is_captured = False
         for other in (*self._streams, stream):
             other.is_captured = False

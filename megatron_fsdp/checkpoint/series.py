@@ -89,6 +89,25 @@ class CheckpointSeries:
         found = (re.fullmatch(self._pattern, name) for name in names_at_rest(self.folder))
         return sorted(int(match[1]) for match in found if match and is_whole(resting_place(self.folder / match[0])))
 
+    def resumable_steps(self) -> list[int]:
+        """Return the steps of the complete checkpoints up to the one that the pointer names, ascending.
+
+        Later checkpoints belong to an earlier run that got further, in a folder in which a run has started again.
+        Without a pointer, all complete checkpoints count.
+
+        Raises:
+            ConfigError: the pointer's content is not a step, or all complete checkpoints are of later steps.
+        """
+        steps, latest = self.steps(), self.latest()
+        found = [step for step in steps if latest is None or step <= latest]
+        if steps and not found:
+            raise ConfigError(
+                f"{self.folder / self.pointer} names step {latest}, but the complete checkpoints in {self.folder} are "
+                f"of later steps: {steps}. fix: write the step to go on from into the file, or remove it to load the "
+                "newest"
+            )
+        return found
+
     def latest(self) -> int | None:
         """Return the step that the pointer names; None if there is no pointer.
 
@@ -148,16 +167,17 @@ class CheckpointSeries:
         )  # fmt: skip
 
     def load(self, model: nn.Module, optimizer: Optimizer | None) -> LoadedCheckpoint | None:
-        """Load the newest complete checkpoint; damaged ones are skipped. Every rank must call this.
+        """Load the newest of ``resumable_steps``; damaged checkpoints are skipped. Every rank must call this.
 
         Returns:
             The loaded checkpoint; None if there is none.
         Raises:
             CheckpointError: as ``load_checkpoint``. ``DamagedCheckpointError`` if there are checkpoints, but all of
                 them are damaged.
+            ConfigError: as ``resumable_steps``.
         """
         steps = checkpoint_ranks("calls CheckpointSeries.load", self.process_group).agree(
-            f"looking for checkpoints in {self.folder}", lambda: None, lambda _: self.steps()
+            f"looking for checkpoints in {self.folder}", lambda: None, lambda _: self.resumable_steps()
         )
         damaged: list[str] = []
         for step in reversed(steps):

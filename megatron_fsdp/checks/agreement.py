@@ -59,8 +59,8 @@ class Wrapping:
             self._action,
             [*_layout(groups), f"reshard_after_forward={reshard_after_forward}"],
             f"unit {unit!r}: the ranks of its mesh lay it out differently",
-            "Look for names, shapes, dtypes, requires_grad, placements or granularity that depend on the rank. Nothing "
-            "was sharded by this call",
+            "Nothing was sharded by this call. fix: give all ranks the same names, shapes, dtypes, requires_grad, "
+            "placements and granularity",
         )
         self._is_agreeing = False
 
@@ -175,7 +175,7 @@ class FirstUse(StepHooks[Unit, Call]):
                 f"runs the model {name!r}",
                 [line for unit in units for line in _settings(unit, ranks)],
                 f"model {name!r}: the ranks of a mesh have other units, or units with other settings",
-                "Look for settings of units that depend on the rank",
+                "fix: give all ranks the same units with the same settings",
             )
         self._has_agreed = True
         ALARMS.update(_alarm_of(token) for token in self.tokens.values() if token)

@@ -119,7 +119,8 @@ class _Rendezvous(dist.Work):
         """Report to all ranks that this rank has failed."""
         # If the store is unreachable, only the error itself is reported.
         with contextlib.suppress(RuntimeError):
-            self.end(f"gone rank {self.rank}, which {action}, raised {type(error).__name__}: {error}")
+            text = f"rank {self.rank}, which {action}, raised {type(error).__name__}: {error}"
+            self.end(f"gone {_with_fix(text, self.rank)}")
 
     def end(self, verdict: str) -> None:
         """Write how the rendezvous ends, unless another rank has."""
@@ -153,8 +154,8 @@ class _Rendezvous(dist.Work):
                 missing = rank_list([rank for rank in self.ranks if not self.store.check([f"came {rank}"])])
                 self.end(
                     f"gone {missing} did not come within {limit_s:.0f} s of rank {self.rank}. Every rank of the mesh "
-                    f"({rank_list(self.ranks)}) has to; look at {missing} for another number of units, for work that "
-                    "only one rank does, or for a process that ended"
+                    f"({rank_list(self.ranks)}) has to. fix: look at {missing} for another number of units, for work "
+                    "that only one rank does, or for a process that ended"
                 )
         return True
 
@@ -164,7 +165,7 @@ class _Rendezvous(dist.Work):
         for line in store.get(ended).decode().splitlines() if store.check([ended]) else ():
             rank, reason = line.split(" ", 1)
             if int(rank) in self.ranks:
-                self.end(f"gone rank {rank} has ended with {reason}")
+                self.end(f"gone {_with_fix(f'rank {rank} has ended with {reason}', int(rank))}")
 
 
 def _prefix(ranks: Sequence[int]) -> str:
@@ -203,13 +204,18 @@ def _explain(reason: str) -> None:
         )
 
 
+def _with_fix(text: str, rank: int) -> str:
+    """Return a sentence about a failed rank that ends with a fix: that of its own error, if it has one."""
+    return text if "fix:" in text else f"{text.rstrip('.')}. fix: look at the traceback of rank {rank}"
+
+
 def _difference(heard: dict[int, list[str]], complaint: str, advice: str) -> str:
     """Return the first difference between two ranks, in their actions or in their details."""
     if len({action for action, *_ in heard.values()}) > 1:
         sides = "; ".join(f"rank {rank} {action}" for rank, (action, *_) in heard.items())
         return (
-            f"the ranks of a mesh do different things: {sides}. Look for a number or an order of units that depends on "
-            "the rank"
+            f"the ranks of a mesh do different things: {sides}. fix: look for a number or an order of units that "
+            "depends on the rank, and make it the same on all ranks"
         )
     if len({tuple(sorted(said)) for said in heard.values()}) == 1:
         position = next(number for number, lines in enumerate(zip(*heard.values(), strict=True)) if len({*lines}) > 1)

@@ -139,7 +139,12 @@ class FsdpConfig(FlagValues):
             StateError: no module of ``model`` is sharded.
             StorageError: permanent buffers are requested, but this PyTorch does not support them (before 2.13).
         """
-        for unit in units_below(model):
+        divisor, units = self._gradient_divisor(num_microbatches), list(units_below(model))
+        if not units:
+            raise StateError(
+                f"{type(model).__name__} holds no sharded module. fix: call FsdpConfig.apply after fully_shard"
+            )
+        for unit in units:
             choice = SlotChoice.of_megatron(
                 double_buffer=self.fsdp_double_buffer,
                 max_pool=self.megatron_fsdp_max_pool_double_buffer,
@@ -153,7 +158,6 @@ class FsdpConfig(FlagValues):
             prefetch_elements(model, self.suggested_communication_unit_size)
         if self.fsdp_forward_order:
             share_forward_order(model)
-        divisor = self._gradient_divisor(num_microbatches)
         if divisor is not None:
             for module in model.modules():
                 if isinstance(module, FSDPModule):

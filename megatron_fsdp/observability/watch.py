@@ -31,7 +31,7 @@ from dbuffer.whereabouts import keep_groups
 from megatron_fsdp.checks.rendezvous import job_store, meet
 from megatron_fsdp.engine.streams import latest_submission
 from megatron_fsdp.engine.unit import units_below
-from megatron_fsdp.errors import AgreementError, ConfigError
+from megatron_fsdp.errors import AgreementError, ConfigError, StateError
 from megatron_fsdp.observability.flight_recorder import Journal, RankState, verdict
 from megatron_fsdp.observability.replicas import Gathered, find_difference, gather_checksums
 
@@ -71,6 +71,7 @@ class Watch:
             A difference in moments is found once it has changed a weight.
     Raises:
         ConfigError: no module of the model is sharded.
+        StateError: the Watch is entered a second time.
 
     Example:
         with Watch(model, timeout=timedelta(minutes=5)):
@@ -123,6 +124,8 @@ class Watch:
     def __enter__(self) -> Watch:
         if self._is_alone:
             return self
+        if self._prefix:
+            raise StateError("this Watch was entered before, and ends when it is left. fix: make a new Watch(model)")
         token = meet(self._ranks, "enters a Watch")
         self._group = new_group(self._ranks, "megatron_fsdp watch", backend="gloo")
         self._prefix = f"megatron_fsdp watch {token}/"

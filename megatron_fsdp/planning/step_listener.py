@@ -48,6 +48,7 @@ class Forecast:
     """The memory and collectives of one optimizer step.
 
     Attributes:
+        peaks: for each phase, the most bytes held beyond the resting buffers, and the unit that reached them.
         issues: how often each collective is issued.
         counter_bytes: bytes of the sums of ``reduction="invariant"``, which are held in all phases.
         slot_bytes: bytes of slots; slots exist in all phases.

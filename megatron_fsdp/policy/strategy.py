@@ -14,12 +14,13 @@ __all__ = ["Placements"]
 Axis = int | str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, init=False)
 class Placements:
     """The placements of the three kinds of buffer, per data-parallel axis.
 
     Args:
-        dp_axes: the axes of the mesh, by name or number, outermost first.
+        dp_axes: the axes of the mesh, by name or number, outermost first; each argument is a tuple or a list with one
+            entry for each axis, or the only entry itself.
         parameter: placements of the compute weights between uses: ``Replicate`` or ``Flat``.
         gradient: placements of the gradients between microbatches: ``Partial`` or ``Flat``. ``Partial("avg")`` is
             treated as ``Partial()``: gradients are summed, and divided by the number of ranks, or by
@@ -39,9 +40,15 @@ class Placements:
     gradient: tuple[BufferPlacement, ...]
     optimizer: tuple[BufferPlacement, ...]
 
-    def __post_init__(self) -> None:
-        for name in ("dp_axes", "parameter", "gradient", "optimizer"):
-            value = getattr(self, name)
+    def __init__(
+        self,
+        dp_axes: Axis | Sequence[Axis],
+        parameter: BufferPlacement | Sequence[BufferPlacement],
+        gradient: BufferPlacement | Sequence[BufferPlacement],
+        optimizer: BufferPlacement | Sequence[BufferPlacement],
+    ) -> None:
+        given = {"dp_axes": dp_axes, "parameter": parameter, "gradient": gradient, "optimizer": optimizer}
+        for name, value in given.items():
             found = tuple(value) if isinstance(value, (tuple, list)) else (value,)
             if name == "gradient":
                 # Megatron-FSDP v2 writes the mean. Gradients are averaged here in any case.

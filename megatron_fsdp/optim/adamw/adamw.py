@@ -66,7 +66,7 @@ class AdamW(FlatBase, torch.optim.AdamW):
         self,
         params: Any,
         lr: float | torch.Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
+        betas: tuple[float | torch.Tensor, float | torch.Tensor] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         amsgrad: bool = False,
@@ -84,7 +84,7 @@ class AdamW(FlatBase, torch.optim.AdamW):
         self._set_up(max_norm, nonfinite, moments_dtype)
         _check_moments(moments, moments_dtype)
         if moments_dtype is not None and not moments_dtype.is_floating_point:
-            raise ConfigError(f"AdamW(moments_dtype={moments_dtype}): give a floating-point dtype or None")
+            raise ConfigError(f"AdamW(moments_dtype={moments_dtype}). fix: give a floating-point dtype or None")
         self.moments = moments
         super().__init__(
             params,

@@ -5,13 +5,18 @@ import signal
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from gpt.launch import StopSignal
+from dbuffer.collectives.waits import wait_for
+from gpt.launch import Ranks, StopSignal, start_process_group
+from tests.functional.megatron_fsdp.policy.test_launch import LAUNCHERS, free_port, numbered_by
 from tests.harness import run_ranks
 
 ROOT = Path(__file__).parents[3]
@@ -95,6 +100,44 @@ def stop_the_last_rank(number: int) -> tuple[bool, bool, str]:
         return before, stop.is_received_anywhere(), stop.received
 
 
+def signal_during_the_exchange() -> list[bool]:
+    rank = dist.get_rank()
+
+    def wait_and_signal(work: dist.Work) -> None:
+        wait_for(work)
+        if rank == 0:
+            signal.raise_signal(signal.SIGTERM)
+
+    with StopSignal() as stop:
+        with mock.patch("gpt.launch.wait_for", wait_and_signal):
+            first = stop.is_received_anywhere()
+        return [first, stop.is_received_anywhere()]
+
+
+def test_a_signal_during_the_exchange_stops_all_ranks_at_the_next_one() -> None:
+    assert run_ranks(2, signal_during_the_exchange) == [[False, True]] * 2
+
+
 @pytest.mark.parametrize(("number", "name"), [(signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "Ctrl-C")])
 def test_all_ranks_stop_when_one_is_asked_to(number: int, name: str) -> None:
     assert run_ranks(3, stop_the_last_rank, number) == [(False, True, name)] * 3
+
+
+def start_under(launcher: str, port: int) -> tuple[Ranks, float]:
+    """Return this rank's place by a launcher's variables, and a sum over the ranks of the script's process group."""
+    rank = dist.get_rank()
+    dist.barrier()
+    dist.destroy_process_group()
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        os.environ.pop(name, None)
+    os.environ.update({**numbered_by(launcher, rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+    ranks, args = Ranks.from_environment(), Namespace(fake_process_group=False, distributed_timeout_minutes=1)
+    start_process_group(args, ranks, torch.device("cpu"))
+    number = torch.tensor(10.0**rank)
+    dist.all_reduce(number)
+    return ranks, number.item()
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_the_processes_of_a_launcher_are_the_ranks_of_one_job(launcher: str) -> None:
+    assert run_ranks(2, start_under, launcher, free_port()) == [(Ranks(rank, rank, 2), 11.0) for rank in range(2)]

@@ -17,13 +17,16 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from dbuffer import CollectiveCall, memory_meter, observe_collectives
 from megatron_fsdp import (
+    ConfigError,
     CPUOffloadPolicy,
+    DataParallelMeshDims,
     FsdpModule,
     MixedPrecisionPolicy,
     Placements,
     clip_grad_norm_,
     fsdp_no_shard,
     fully_shard,
+    replicate,
     share_comm_ctx,
 )
 from tests.harness import on_ranks, run_ranks
@@ -33,6 +36,28 @@ from tests.harness.oracle import Case, compare, sharded, units_of, whole
 from tests.harness.twins import Twins
 
 BASE = Case(three_blocks, squared)
+
+
+AXES = {
+    "one of two named": ((2, 2), ("dp", "tp"), DataParallelMeshDims(shard="dp"), [0, 2]),
+    "two of three named": ((2, 1, 2), ("outer", "tp", "inner"), DataParallelMeshDims("inner", "outer"), [0, 1, 2, 3]),
+    "all three": ((2, 1, 2), ("a", "b", "c"), None, [0, 1, 2, 3]),
+}
+
+
+@pytest.mark.parametrize("name", AXES)
+@on_ranks(4)
+def test_replicate_keeps_weights_whole_and_averages_over_the_axes_it_is_given(name: str) -> None:
+    shape, names, dims, group = AXES[name]
+    model: Any = nn.Linear(3, 5, bias=False)
+    replicate(model, init_device_mesh("cpu", shape, mesh_dim_names=names), dp_mesh_dims=dims)
+    rank = dist.get_rank()
+    model(torch.full((1, 3), float(rank))).sum().backward()
+    group = group if rank in group else [1, 3]
+    assert model.weight.to_local().shape == (5, 3)
+    assert model.weight.grad.to_local().unique().tolist() == [sum(group) / len(group)]
+    with pytest.raises(ConfigError, match=r"replicate\(placements=.*fix: leave placements out"):
+        replicate(nn.Linear(3, 5), placements=Placements.optim())
 
 
 GROUPS = [(4, 2), (4, 1), (4, 4), (2, 2), (1, 1)]

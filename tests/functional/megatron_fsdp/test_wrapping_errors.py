@@ -83,6 +83,7 @@ def test_an_error_on_one_rank_is_raised_on_all_at_once_and_all_can_go_on(name: s
     (told, seconds, loss), (raised, _, other_loss) = run_ranks(2, shard_while_rank_one_raises, name)
     wanted = ON_ONE_RANK[name][1]
     assert re.match(wanted, raised)
+    assert told.count("fix: ") == 1, "that of the error, or the name of the rank with the traceback"
     assert re.match(r"AgreementError: rank 0 calls fully_shard on unit 'Block', but rank 1, which .*", told)
     assert re.search(wanted, told)
     assert seconds < 20
@@ -164,6 +165,7 @@ def test_a_late_rank_is_named_on_the_others_and_gets_an_error_itself() -> None:
     store.set("given up", "")
     wanted = f"rank {rank} calls fully_shard on unit 'Block', but rank 1 did not come within 3 s of rank 0. Every rank"
     assert str(refused.value).startswith(wanted)
+    assert ". fix: look at rank 1 for " in str(refused.value)
 
 
 def meet_over_records_of_an_attempt_before() -> list[str]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gpt.arguments import build_parser, flags_without_engine, parse_arguments
+from gpt.arguments import build_parser, flags_without_engine, idle_flags, parse_arguments
 from gpt.megatron_flags import NOT_HERE
 from gpt.model import GptConfig
 from gpt.optimizer import learning_rate
@@ -59,7 +59,7 @@ def test_the_defaults_are_megatron_s() -> None:
     ],
 )
 def test_an_unknown_flag_is_refused_with_the_nearest_valid_one(given: str, nearest: str) -> None:
-    wanted = f"unknown option {re.split('[ =]', given)[0]}; did you mean {nearest}?"
+    wanted = f"unknown option {re.split('[ =]', given)[0]}. fix: use {nearest}, the most similar one"
     assert refusal(given) == wanted
     assert refusal(given, valid="") == wanted, "rather than that others are missing"
     for flag in [flag for flag in VALID.split()[::2] if flag != "--global-batch-size"]:
@@ -68,7 +68,7 @@ def test_an_unknown_flag_is_refused_with_the_nearest_valid_one(given: str, neare
 
 
 def test_all_unknown_flags_are_reported_at_once() -> None:
-    wanted = "unknown options --num-layer (did you mean --num-layers?), --hidden (did you mean --hidden-size?)"
+    wanted = "unknown options --num-layer, --hidden. fix: use --num-layers, --hidden-size, the most similar ones"
     assert refusal("--num-layer 3 --hidden=7 --num-layer 4") == wanted
 
 
@@ -77,7 +77,7 @@ def test_flags_of_megatron_are_not_taken_for_misspelled_ones() -> None:
     assert refusal("--pipeline-model-parallel-size 2 --use-flash-attn").startswith(said)
     assert "unknown" not in refusal("--sequence-parallel")
     both = refusal("--sequence-parallel --num-layer 3")
-    assert both.startswith("unknown option --num-layer; did you mean --num-layers?. --sequence-parallel is a flag of")
+    assert both.startswith(f"{refusal('--num-layer 3')}. --sequence-parallel is a flag of")
 
 
 def test_no_flag_of_the_script_is_listed_as_missing() -> None:
@@ -158,11 +158,37 @@ def test_samples_decide_the_length_and_the_schedule() -> None:
         (f"{ENGINE} {TENSOR} 2 --log-checksum 2", f"--log-checksum contradicts {TENSOR} 2"),
         ("--check-gradient-scale", "--check-gradient-scale needs --use-megatron-fsdp"),
         ("--fake-process-group --load run", "--fake-process-group contradicts --save None and --load run"),
+        ("--use-torch-fsdp2 --optimizer muon", "--use-torch-fsdp2 contradicts --optimizer muon"),
+        *(
+            (
+                f"{ENGINE} --global-batch-size 16 --weight-gather int8_block {flag}",
+                "--weight-gather int8_block needs --data-parallel-sharding",
+            )
+            for flag in ("--data-parallel-sharding-strategy optim", "--optimizer-cpu-offload")
+        ),
+        ("--seed 18446744073709551616", "argument --seed: found '18446744073709551616'. fix: give a whole number"),
+        ("--data-path=", "argument --data-path: found ''. fix: give at least one character"),
+        ("--num-layers", "argument --num-layers: expected one argument. fix: follow pretrain_gpt.py --help"),
     ],
 )
 def test_values_out_of_range_or_contradicting_flags_are_refused_by_name(flags: str, message: str) -> None:
     found = refusal(flags, num_ranks=4 if ENGINE in flags else 2)
     assert found.startswith(message), found
+    assert "fix: " in found
+
+
+def test_flags_that_do_nothing_without_another_one_are_named_with_it() -> None:
+    given = "--sgd-momentum 0.5 --async-save --profile-step-start 3 --replica-interval 2 --moe-router-pre-softmax"
+    args = parse_arguments([*VALID.split(), *given.split()], num_ranks=2)
+    assert sorted(idle_flags(args)) == [
+        "--async-save does nothing: it needs --save",
+        "--moe-router-pre-softmax does nothing: it needs --num-experts",
+        "--profile-step-start 3 does nothing: it needs --profile",
+        "--replica-interval 2 does nothing: it needs --use-megatron-fsdp",
+        "--sgd-momentum 0.5 does nothing: it needs --optimizer sgd",
+    ]
+    used = f"{given} {ENGINE} --optimizer sgd --profile --num-experts 2 --save run"
+    assert idle_flags(parse_arguments([*VALID.split(), *used.split()], num_ranks=2)) == []
 
 
 def test_the_model_s_flags_reach_its_configuration() -> None:

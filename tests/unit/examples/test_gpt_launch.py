@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import pretrain_gpt
 from gpt.launch import Ranks, report_error, select_device
 from megatron_fsdp import ConfigError
 
@@ -46,9 +47,21 @@ def test_rank_0_prints_an_error_at_once_others_later_and_torchrun_gets_it(
     assert Ranks.from_environment() == Ranks(0, 0, 1)
     assert report_error(ConfigError("found 3"), Ranks(0, 0, 2)) == 2
     assert (capsys.readouterr().err, waits) == ("pretrain_gpt.py: error: found 3\n", [])
-    for name, value in (("RANK", "5"), ("LOCAL_RANK", "1"), ("WORLD_SIZE", "8")):
+    variables = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
+    for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert report_error(ConfigError("found 3"), Ranks.from_environment()) == 2
     assert (capsys.readouterr().err, waits) == ("pretrain_gpt.py: error (rank 5): found 3\n", [15.0])
     # The format that torch's own ``record`` writes; torchrun warns about others.
     assert json.loads((tmp_path / "error.json").read_text())["message"]["message"] == "found 3"
+
+
+def test_a_number_of_ranks_without_a_launcher_is_an_error_and_no_wait(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "64")
+    assert pretrain_gpt.main([]) == 2
+    assert "RANK is None and WORLD_SIZE is 64. fix: set both, or start with torchrun" in capsys.readouterr().err
+    assert Ranks.from_environment(is_fake=True) == Ranks(0, 0, 64)

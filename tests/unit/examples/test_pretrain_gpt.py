@@ -20,6 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import generate_gpt
 import pretrain_gpt
+from gpt.checkpoint import checkpoints_in
 from gpt.model import GptConfig, GptModel
 from gpt.throughput import flops_per_token
 from megatron_fsdp import FsdpModule, save_checkpoint
@@ -145,11 +146,12 @@ def test_a_profile_is_a_chrome_trace_and_the_exposed_share_is_printed(
     assert ("exposed communication" in capsys.readouterr().out) == (ENGINE in flags)
     train("--profile --profile-step-start 8 --save other")
     assert not list(Path("other").glob("trace_*"))
+    assert "--profile records nothing: this run trains iterations 1 to 6, without --pro" in capsys.readouterr().out
 
 
 def test_wrong_flags_and_missing_texts_are_one_line_and_start_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert refusal("--hiden-size 3", capsys) == (
-        "pretrain_gpt.py: error: unknown option --hiden-size; did you mean --hidden-size?\n"
+        "pretrain_gpt.py: error: unknown option --hiden-size. fix: use --hidden-size, the most similar one\n"
     )
     assert "--data-path: cannot read nowhere" in refusal("--data-path nowhere", capsys)
     assert not Path("runs").exists()
@@ -242,6 +244,39 @@ def test_an_empty_load_folder_is_refused_unless_it_is_the_save_folder(
         assert f"--load {folder}: {found}. fix: give the --save folder of an earlier run" in said
         assert not kept()
     assert train("--load ./run --save run") == train()
+
+
+def test_a_run_that_is_over_says_so_and_the_command_to_resume_goes_further(capsys: pytest.CaptureFixture[str]) -> None:
+    wanted = train("--save run")
+    assert train("--save run --load run --train-iters 4") == wanted[:6]
+    printed = capsys.readouterr().out
+    assert "nothing is left to train: 6 iterations are done, and the run has 4" in printed
+    assert "--load run --train-iters 12" in printed
+
+
+def test_a_run_goes_on_from_its_own_checkpoint_beside_later_ones_of_another_run() -> None:
+    train("--save run")
+    wanted = train("--save whole --seed 7")
+    assert train("--save run --seed 7 --exit-interval 2") == wanted[:2]
+    assert train("--save run --seed 7 --load run") == wanted
+
+
+def test_a_length_in_samples_is_refused_for_another_batch_size(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = TINY.replace("--train-iters 6", "--train-samples 48 --global-batch-size 8 --save run")
+    assert pretrain_gpt.main([*flags.split(), "--exit-interval", "3"]) == 0
+    assert pretrain_gpt.main([*flags.split(), "--load", "run", "--global-batch-size", "4"]) == 2
+    dist.destroy_process_group()
+    said = capsys.readouterr().err
+    assert "the 3 iterations in run took 24 samples" in said
+    assert "fix: --global-batch-size 8, or give the length as --train-iters" in said
+    assert pretrain_gpt.main([*flags.split(), "--load", "run"]) == 0
+
+
+def test_a_checkpoint_of_another_script_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    model = GptModel(GptConfig(1, 12, 2, 48, 9, vocab_size=256))
+    checkpoints_in(Path("foreign")).save(model, None, 3, extra={"training": {}})
+    said = refusal("--load foreign --no-load-optim", capsys)
+    assert "foreign/iter_0000003 was not saved by pretrain_gpt.py: its extra has no model, data. fix: " in said
 
 
 # ---------------------------------------------------------------------- afterwards

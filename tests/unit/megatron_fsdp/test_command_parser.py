@@ -31,7 +31,10 @@ def test_under_torchrun_the_first_rank_speaks_and_each_leaves_the_reason(
 ) -> None:
     file = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
-    for rank, said in (("0", "tool: unknown option --sise; did you mean --size? (tool --help)\n"), ("1", "")):
+    for rank, said in (
+        ("0", "tool: unknown option --sise. fix: use --size, the most similar one (tool --help)\n"),
+        ("1", ""),
+    ):
         monkeypatch.setenv("RANK", rank)
         parser = CommandParser("tool")
         parser.add_argument("--size")
@@ -39,5 +42,5 @@ def test_under_torchrun_the_first_rank_speaks_and_each_leaves_the_reason(
             parser.parse_args(["--sise", "3"])
         assert (ended.value.code, capsys.readouterr().err) == (2, said)
         # The format that torch's own ``record`` writes; torchrun warns about others.
-        assert "did you mean --size" in json.loads(file.read_text())["message"]["message"]
+        assert "fix: use --size" in json.loads(file.read_text())["message"]["message"]
         file.unlink()

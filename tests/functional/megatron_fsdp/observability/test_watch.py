@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, SequenceParallel, parallelize_module
 
-from megatron_fsdp import AgreementError, ConfigError, Watch, fully_shard
+from megatron_fsdp import AgreementError, ConfigError, StateError, Watch, fully_shard
 from tests.harness import on_ranks, run_ranks
 from tests.harness.models import Block, Made, Model, draw_tokens, inputs, loss_of
 from tests.harness.oracle import sharded_model, train, whole_state
@@ -236,6 +236,15 @@ def test_a_gpu_collective_is_polled_without_a_timeout_that_makes_nccl_abort() ->
         watch.wait(work)
     assert work.looks == 3
     assert work.times == [datetime.timedelta(0)]
+
+
+@on_ranks(2)
+def test_a_watch_that_was_left_is_refused_a_second_time() -> None:
+    watch = Watch(sharded_model(), TIMEOUT)
+    with watch:
+        pass
+    with pytest.raises(StateError, match=r"this Watch was entered before.* fix: make a new Watch\(model\)"), watch:
+        pass
 
 
 def test_a_model_that_is_not_sharded_is_refused() -> None:

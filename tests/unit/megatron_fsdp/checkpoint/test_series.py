@@ -120,13 +120,31 @@ def test_the_newest_whole_checkpoint_is_loaded_and_damaged_ones_reported(tmp_pat
     assert model.weight.unique().tolist() == [2.0]
 
 
-def test_a_checkpoint_that_was_named_but_not_yet_pointed_to_is_loaded(tmp_path: Path) -> None:
+def test_checkpoints_after_the_pointers_are_of_an_earlier_run_and_not_loaded(tmp_path: Path) -> None:
     series = CheckpointSeries(tmp_path)
-    save_steps(series, 1, 2)
-    series.mark_latest(1)
+    save_steps(series, 1, 9)
+    save_steps(series, 2, 3)
     loaded = series.load(module(), None)
     assert loaded is not None
-    assert loaded.step == 2
+    assert (loaded.step, loaded.extra) == (3, {"step": 3})
+    damage(series.path(3))
+    loaded = series.load(module(), None)
+    assert loaded is not None
+    assert (loaded.step, len(loaded.damaged)) == (2, 1)
+    (tmp_path / "latest").unlink()
+    loaded = series.load(module(), None)
+    assert loaded is not None
+    assert loaded.step == 9, "without a pointer, the newest"
+
+
+def test_a_pointer_before_all_checkpoints_is_an_error_and_no_new_start(tmp_path: Path) -> None:
+    series = CheckpointSeries(tmp_path)
+    save_steps(series, 8, 9)
+    series.mark_latest(7)
+    with pytest.raises(
+        CheckpointError, match=r"latest names step 7, .* are of later steps: \[8, 9\]\. fix: write the step"
+    ):
+        series.load(module(), None)
 
 
 def test_no_whole_checkpoint_among_several_is_an_error_that_names_them(tmp_path: Path) -> None:

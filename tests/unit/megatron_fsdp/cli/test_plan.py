@@ -232,9 +232,12 @@ def test_activations_that_were_measured_count_per_sequence() -> None:
             "--model lama3-8b --mesh 8",
             "did you mean llama3-8b? fix: give a name that megatron-fsdp plan --list-models lists",
         ),
-        ("--model gpt2 --mesh 8 --strategy zero3", "did you mean optim_grads_params? (megatron-fsdp plan --help)"),
-        ("--model gpt2 --mesh 8 --strategy ZeRO-2", "did you mean optim_grads? (megatron-fsdp plan --help)"),
-        ("--model gpt2 --meshes 8", "unknown option --meshes; did you mean --mesh? (megatron-fsdp plan --help)"),
+        ("--model gpt2 --mesh 8 --strategy zero3", "fix: use optim_grads_params (megatron-fsdp plan --help)"),
+        ("--model gpt2 --mesh 8 --strategy ZeRO-2", "fix: use optim_grads (megatron-fsdp plan --help)"),
+        (
+            "--model gpt2 --meshes 8",
+            "unknown option --meshes. fix: use --mesh, the most similar one (megatron-fsdp plan --help)",
+        ),
         ("gpt2 --mesh 8", "unexpected argument 'gpt2'"),
         ("--model gpt2", "--mesh is missing"),
         (
@@ -318,7 +321,7 @@ def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [([], "no command given; there are plan"), (["plane"], "'plane' is no command; did you mean plan? There are plan")],
+    [([], "no command given. fix: give one of plan"), (["plane"], "'plane' is no command. fix: use plan, the most")],
 )
 def test_an_unknown_command_is_refused_with_a_list_of_commands(
     capsys: pytest.CaptureFixture[str], arguments: list[str], message: str

@@ -15,7 +15,7 @@ from dbuffer import Flat, Partial, Replicate
 from megatron_fsdp.api import fully_shard
 from megatron_fsdp.config.flags import FLAGS
 from megatron_fsdp.config.fsdp_config import FsdpConfig
-from megatron_fsdp.errors import ConfigError
+from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.policy.strategy import Placements
 from tests.unit.megatron_fsdp.config.lines import config, mesh
 
@@ -240,3 +240,11 @@ def test_optimizer_cpu_offload_reaches_fully_shard_and_changes_no_result() -> No
         gradients.append(model.weight.grad.full_tensor())
         assert model.parameter_groups[0].spec.is_offloaded is ("offload_policy" in options) is bool(line)
     assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("flags", [{}, {"calculate_per_token_loss": True}, {"fsdp_double_buffer": True}])
+def test_apply_before_fully_shard_is_an_error_rather_than_without_effect(flags: dict[str, Any]) -> None:
+    with pytest.raises(
+        StateError, match=r"Linear holds no sharded module\. fix: call FsdpConfig\.apply after fully_sh"
+    ):
+        FsdpConfig(**flags).apply(nn.Linear(2, 2))
