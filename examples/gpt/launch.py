@@ -23,7 +23,8 @@ from megatron_fsdp import AgreementError, ConfigError
 from megatron_fsdp.command_parser import record_error
 from megatron_fsdp.policy.launch import job_place
 
-_GRACE_SECONDS = 15.0
+# torchrun took more than 15 s to stop the ranks on a machine with six busy processes per core.
+_GRACE_SECONDS = 60.0
 _NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
 
 
