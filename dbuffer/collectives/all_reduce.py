@@ -20,10 +20,13 @@ def all_reduce(tensor: torch.Tensor, axis: MeshAxis, op: str, works: Works = Non
     """Reduce ``tensor`` over the ranks of the axis, in place on all of them.
 
     Args:
-        op: "sum", "avg" or "max".
+        op: "sum", "avg" or "max". The maximum is NaN where any rank has NaN.
         works: when given, the call returns at once and appends its handle; the tensor must live until it completes.
     """
     if axis.size == 1:
+        return
+    if op == "max" and tensor.is_floating_point():
+        _keep_nans(tensor, axis, works)
         return
     if type(tensor) is not torch.Tensor and is_traced(tensor):
         reduced = torch.ops._c10d_functional.all_reduce(tensor, op, axis.reduce_group.group_name)
@@ -37,6 +40,31 @@ def all_reduce(tensor: torch.Tensor, axis: MeshAxis, op: str, works: Works = Non
         is_async = works is not None or (waiters != [] and tensor.is_cpu)
         work = dist.all_reduce(tensor, op=REDUCE_OPS[op], group=group, async_op=is_async)
     finish(work, works, tensor, told)
+
+
+def _keep_nans(tensor: torch.Tensor, axis: MeshAxis, works: Works) -> None:
+    """Compute the maximum of floats as that of integers in the same order, because backends lose NaNs."""
+    is_double = tensor.dtype is torch.float64
+    wide = tensor if is_double else tensor.float()
+    # Without its sign, NaN has the largest bits.
+    unsigned = torch.where(wide.isnan(), wide.abs(), wide)
+    bits = _mirrored(unsigned.view(torch.int64 if is_double else torch.int32))
+    issued: Works = None if works is None else []
+    all_reduce(bits, axis, "max", issued)
+
+    def take() -> None:
+        tensor.copy_(_mirrored(bits).view(wide.dtype))
+
+    if issued:
+        assert works is not None
+        works.append(WorkThen(issued[0], take))
+    else:
+        take()
+
+
+def _mirrored(bits: torch.Tensor) -> torch.Tensor:
+    """Return the bits of floats as integers of the same order, and the reverse: negative floats have reversed bits."""
+    return torch.where(bits < 0, bits ^ torch.iinfo(bits.dtype).max, bits)
 
 
 def all_reduce_together(parts: Sequence[Part], works: Works = None) -> None:

@@ -31,6 +31,7 @@ from dbuffer.dtensor.elementwise_ops import (
     part_of,
     run_by_rows,
     run_cast,
+    run_component,
     run_foreach,
 )
 from dbuffer.dtensor.gathered_ops import Arguments, Operator, Options, map_tensors, shares_memory, tensors_in
@@ -92,7 +93,7 @@ def run_recorded(operator: Operator, args: Arguments, options: Options) -> Any:
     if own is not None:
         own.warn(operator.name)
         return _run_on_wholes(operator, args, options, own)
-    if operator.run in (run_by_rows, run_cast):
+    if operator.run in (run_by_rows, run_cast, run_component):
         rows = args[0] if operator.run is run_cast else find_reference(operator, args, options)
         if isinstance(rows, PlacedTensor) and _go_along(operator, args, options, rows):
             return _run_on_parts(operator, args, options, rows)

@@ -34,6 +34,9 @@ def run_by_rows(operator: Operator, args: Arguments, options: Options) -> Any:
 
 def find_reference(operator: Operator, args: Arguments, options: Options) -> DTensor | None:
     """Return the operand whose rows the result has; None if the result follows no operand."""
+    if operator.name == "where" and len(args) + len(options) == 1:
+        # The positions of the non-zero elements.
+        return None
     operands = [item for item in (*args, *options.values()) if isinstance(item, torch.Tensor)]
     shape = operands[0].shape
     if any(other.shape != shape for other in operands):
@@ -106,6 +109,14 @@ def accurate(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
+def run_component(operator: Operator, args: Arguments, options: Options) -> Any:
+    """Return the real or the imaginary part of each element. It shares the tensor's memory, as of plain tensors."""
+    source = args[0] if args else None
+    if not isinstance(source, PlacedTensor) or source.window is not None:
+        return run_on_whole(operator, args, options)
+    return source.with_local(operator.function(source._local_tensor))
+
+
 # ---------------------------------------------------------------- casts and new tensors
 
 
@@ -121,7 +132,7 @@ def run_cast(operator: Operator, args: Arguments, options: Options) -> Any:
         return operator.function(source, *located[1:], **named)
     local = source._local_tensor if source.window is None else source.whole()
     result = operator.function(local, *located[1:], **named)
-    if result is source._local_tensor:
+    if result is local:
         return source
     return source.with_rows(result) if isinstance(result, torch.Tensor) else result
 
@@ -158,7 +169,7 @@ def run_random_like(operator: Operator, args: Arguments, options: Options) -> An
 
 def run_foreach(operator: Operator, args: Arguments, options: Options) -> Any:
     """Run a foreach function; each position uses the rows of its tensor in the first list."""
-    references = args[0]
+    references = first_list(args, options)
     if any(getattr(tensor, "window", None) is not None for tensor in references):
         return run_on_whole(operator, args, options)
     located = [_located(operator, index, item, references) for index, item in enumerate(args)]
@@ -166,13 +177,18 @@ def run_foreach(operator: Operator, args: Arguments, options: Options) -> Any:
     result = operator.function(*located, **named)
     if operator.is_in_place or result is None:
         return None if result is None else references
-    placed = _first_placed(args, {})
+    placed = _first_placed(args, options)
     return type(result)(
         wrapped(one, reference if isinstance(reference, PlacedTensor) else placed)
         if isinstance(reference, DTensor)
         else one
         for reference, one in zip(references, result, strict=True)
     )
+
+
+def first_list(args: Arguments, options: Options) -> Sequence[torch.Tensor]:
+    """Return the first list of tensors of a foreach call."""
+    return next(item for item in (*args, *options.values()) if isinstance(item, (list, tuple)))
 
 
 def _located(operator: Operator, index: int, item: Any, references: Sequence[torch.Tensor]) -> Any:
@@ -217,4 +233,5 @@ def run_unscale(operator: Operator, args: Arguments, options: Options) -> None:
     operator.function([_local(item) for item in gradients], *plain, **options)
     spread = [Distribution.of(gradient) for gradient in gradients if isinstance(gradient, DTensor)]
     for distribution in {tuple(map(id, each.cutting_axes)): each for each in spread}.values():
-        distribution.all_reduce(plain[0], "max")
+        # The bits of 0 and 1 have their order, and integers cannot be NaN.
+        distribution.all_reduce(plain[0].view(torch.int32), "max")

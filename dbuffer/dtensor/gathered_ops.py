@@ -44,14 +44,11 @@ def run_on_whole(operator: Operator, args: Arguments, options: Options) -> Any:
     is returned as a window, and in-place functions write through it. If an operand is this rank's own data, results
     are plain (``own_data``).
     """
+    operands = list(tensors_in(args, options))
     own = own_data_of(
-        tensors_in(args, options),
-        is_in_place=operator.is_in_place,
-        is_element_wise=operator.is_element_wise,
-        is_recorded=False,
+        operands, is_in_place=operator.is_in_place, is_element_wise=operator.is_element_wise, is_recorded=False
     )
-    beside = next((each for each in tensors_in(args, options) if isinstance(each, PlacedTensor)), None)
-    gathered = _Gathered(operator, own, beside)
+    gathered = _Gathered(operator, own, operands)
     plain_args = map_tensors(args, gathered.plain)
     plain_options = {name: map_tensors(value, gathered.plain) for name, value in options.items()}
     result = operator.function(*plain_args, **plain_options)
@@ -62,8 +59,12 @@ def run_on_whole(operator: Operator, args: Arguments, options: Options) -> Any:
 class _Gathered:
     """The gathered tensors of one call, the operands they stand for, and their results."""
 
-    def __init__(self, operator: Operator, own: OwnData | None, beside: PlacedTensor | None) -> None:
-        self._operator, self._own, self._beside = operator, own, beside
+    def __init__(self, operator: Operator, own: OwnData | None, operands: Sequence[torch.Tensor]) -> None:
+        self._operator, self._own = operator, own
+        self._beside = next((each for each in operands if isinstance(each, PlacedTensor)), None)
+        # A random function need not gather what it overwrites, unless it reads it too, as in p.bernoulli_(p).
+        self._overwrites = operator.overwrites and len(operands) == 1
+        self._target = _root(operands[0]) if operator.is_in_place and not self._overwrites else None
         # Keyed by identity of the sharded tensor, with its version: two windows on one tensor share its gathered copy.
         self._wholes: dict[int, tuple[DTensor, torch.Tensor, int]] = {}
         self._stand_ins: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -74,12 +75,9 @@ class _Gathered:
         if not isinstance(tensor, DTensor):
             plain = tensor if self._own is not None else whole_of(tensor, self._beside)
         else:
-            window = getattr(tensor, "window", None)
-            root = tensor if window is None else window.base
-            # A random function overwrites its first argument, which therefore need not be gathered.
-            overwrites = self._operator.overwrites and self._template is None and window is None
+            window, root = getattr(tensor, "window", None), _root(tensor)
             if id(root) not in self._wholes:
-                self._wholes[id(root)] = (root, *self._gathered(root, overwrites=overwrites))
+                self._wholes[id(root)] = (root, *self._gathered(root, overwrites=self._overwrites and window is None))
             plain = self._wholes[id(root)][1]
             plain = plain if window is None else window.of(plain)
             if self._own is not None:
@@ -103,7 +101,8 @@ class _Gathered:
     def write_back(self) -> None:
         """Write in-place changes back to this rank's rows."""
         for root, whole, version in self._wholes.values():
-            if whole is root._local_tensor or whole._version == version:
+            # Most writes change the version; those of ``apply_`` and ``map_`` do not.
+            if whole is root._local_tensor or (whole._version == version and root is not self._target):
                 continue
             with torch._C.DisableTorchFunctionSubclass():
                 shape = root.shape
@@ -145,6 +144,12 @@ class _Gathered:
         result = template.with_whole(view if view.numel() == whole.numel() else view.clone())
         result.window = Window(root, view.shape, view.stride(), int(view.storage_offset()))
         return result
+
+
+def _root(tensor: torch.Tensor) -> Any:
+    """Return the tensor that a view with a window shows; any other tensor itself."""
+    window = getattr(tensor, "window", None)
+    return tensor if window is None else window.base
 
 
 def shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -25,6 +25,7 @@ from dbuffer.dtensor.autograd import run_backward
 from dbuffer.dtensor.elementwise_ops import (
     run_by_rows,
     run_cast,
+    run_component,
     run_factory,
     run_foreach,
     run_random_like,
@@ -38,18 +39,18 @@ Handler = Callable[[Operator, Arguments, Options], Any]
 OPERATORS: dict[Callable[..., Any], Operator] = {}
 """Operators looked up so far."""
 
-_DIFFERENTIABLE = (run_by_rows, run_cast, run_foreach, run_foreach_norm, run_reduction, run_on_whole)
+_DIFFERENTIABLE = (run_by_rows, run_cast, run_component, run_foreach, run_foreach_norm, run_reduction, run_on_whole)
 # Element-wise in every overload. Each has an in-place variant with a trailing underscore, or none.
 _ELEMENT_WISE = frozenset(
     """abs absolute acos acosh add addcdiv addcmul angle arccos arccosh arcsin arcsinh arctan arctan2 arctanh asin asinh
     atan atan2 atanh bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift bitwise_xor ceil celu
     clamp clamp_max clamp_min clip clone conj conj_physical contiguous copy copysign cos cosh deg2rad digamma div divide
     elu eq erf erfc erfinv exp exp2 expm1 fill fix float_power floor floor_divide fmax fmin fmod frac frexp gcd ge gelu
-    greater greater_equal gt hardshrink hardsigmoid hardswish hardtanh heaviside hypot i0 igamma igammac imag isclose
+    greater greater_equal gt hardshrink hardsigmoid hardswish hardtanh heaviside hypot i0 igamma igammac isclose
     isfinite isinf isnan isneginf isposinf isreal lcm ldexp le leaky_relu lerp less less_equal lgamma log log10 log1p
     log2 logaddexp logaddexp2 logical_and logical_not logical_or logical_xor logit logsigmoid log_sigmoid lt masked_fill
     maximum minimum mish mul multiply mvlgamma nan_to_num ne neg negative nextafter not_equal polygamma positive pow
-    rad2deg real reciprocal relu relu6 remainder resolve_conj resolve_neg round rsqrt rsub selu sgn sigmoid sign signbit
+    rad2deg reciprocal relu relu6 remainder resolve_conj resolve_neg round rsqrt rsub selu sgn sigmoid sign signbit
     silu sin sinc sinh softplus softshrink softsign sqrt square sub subtract tan tanh tanhshrink threshold true_divide
     trunc where xlogy zero alias lift_fresh record_stream and or xor lshift rshift""".split()
 )
@@ -95,6 +96,8 @@ _SPECIAL: dict[str, Handler] = {
     "numpy": run_numbers,
     "__array__": run_numbers,
     "grad": run_native,
+    "real": run_component,
+    "imag": run_component,
     "__iter__": run_iterate,
     "_has_compatible_shallow_copy_type": run_convert,
     "_foreach_norm": run_foreach_norm,
@@ -163,7 +166,7 @@ def _property_access(function: Callable[..., Any], access: str) -> Operator:
     name = getattr(attribute, "__name__", None) or attribute.fget.__name__
     run: Handler = run_native
     if access == "__get__":
-        run = {"data": run_get_data, "real": run_by_rows, "imag": run_by_rows}.get(name, run)
+        run = {"data": run_get_data, "real": run_component, "imag": run_component}.get(name, run)
         run = run_on_whole if name in ("T", "mT", "H", "mH") else run
     elif name == "data":
         run = run_set_data

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from dbuffer.dtensor.distribution import Distribution
-from dbuffer.dtensor.elementwise_ops import accurate, run_by_rows, wrapped
+from dbuffer.dtensor.elementwise_ops import accurate, first_list, run_by_rows, wrapped
 from dbuffer.dtensor.gathered_ops import Arguments, Operator, Options, run_on_whole, tensors_in
 from dbuffer.dtensor.placed_tensor import PlacedTensor, whole_of
 from dbuffer.dtensor.reads import read_reduce, reduce_norm
@@ -98,13 +98,7 @@ def _largest(source: PlacedTensor, local: torch.Tensor, dims: tuple[int, ...], k
     if local.numel() == 0 and source.shape.numel():
         # A rank without rows contributes the smallest value.
         local = local.new_full([size or 1 for size in local.shape], float("-inf"))
-    part = torch.amax(local, dims, keepdim)
-    # NaNs are reduced separately, because not every backend propagates them.
-    nan = torch.isnan(part).to(torch.float32)
-    part.nan_to_num_(nan=float("-inf"), posinf=float("inf"), neginf=float("-inf"))
-    for each in (part, nan):
-        source.distribution.all_reduce(each, "max", source)
-    return part.masked_fill_(nan.bool(), float("nan"))
+    return source.distribution.all_reduce(torch.amax(local, dims, keepdim), "max", source)
 
 
 def parse_reduction(operator: Operator, args: Arguments, options: Options) -> Reduction | None:
@@ -121,9 +115,14 @@ def parse_reduction(operator: Operator, args: Arguments, options: Options) -> Re
     is_plain = isinstance(order, (int, float)) and isinstance(keepdim, (bool, int)) and len(args) <= position + 2
     if not is_plain or num_dims == 0 or isinstance(dims, (str, bool)):
         return None
+    if operator.name in ("any", "all") and dims is not None and not isinstance(dims, int) and not dims:
+        # No dimensions: PyTorch's two functions then reduce none, where all others reduce all.
+        return None
     listed = range(num_dims) if dims is None or dims == () or dims == [] else dims
     listed = (listed,) if isinstance(listed, int) else tuple(listed)
     if any(not isinstance(dim, int) or not -num_dims <= dim < num_dims for dim in listed):
+        return None
+    if len({dim % num_dims for dim in listed}) < len(listed):
         return None
     return Reduction(tuple(sorted(dim % num_dims for dim in listed)), bool(keepdim), options.get("dtype"), float(order))
 
@@ -133,19 +132,20 @@ def parse_reduction(operator: Operator, args: Arguments, options: Options) -> Re
 
 def run_foreach_norm(operator: Operator, args: Arguments, options: Options) -> Any:
     """Return one norm per tensor of a list, with one all-reduce for all tensors that are sharded over the same axes."""
-    tensors: Sequence[torch.Tensor] = args[0]
+    tensors = first_list(args, options)
     order = float(options.get("ord", args[1] if len(args) > 1 else 2.0))
+    dtype = options.get("dtype", args[2] if len(args) > 2 else None)
     if order <= 0 or any(isinstance(tensor, PlacedTensor) and tensor.has_exact_norms for tensor in tensors):
         # One tensor at a time, because gathering the whole list takes memory.
-        return [torch.linalg.vector_norm(tensor, order) for tensor in tensors]
-    dtype = options.get("dtype", args[2] if len(args) > 2 else None)
+        return [torch.linalg.vector_norm(tensor, order, dtype=dtype) for tensor in tensors]
     groups: dict[tuple[Any, ...], list[int]] = {}
     for position, tensor in enumerate(tensors):
         groups.setdefault(_spread(tensor), []).append(position)
     norms: list[Any] = [None] * len(tensors)
     for positions in groups.values():
         first = tensors[positions[0]]
-        parts = torch.stack(_norms_of_parts([tensors[position] for position in positions], order))
+        here = [tensors[position] for position in positions]
+        parts = torch.stack(_norms_of_parts(here, order, accurate(dtype or first.dtype)))
         parts = parts if order == math.inf else parts.pow_(order)
         if _is_in_parts(first):
             reduce = reduce_norm if getattr(first, "gradient_of", None) is not None else read_reduce
@@ -175,8 +175,8 @@ def _is_in_parts(tensor: torch.Tensor) -> bool:
     return not all(one.is_replicate() for one in tensor._spec.placements)
 
 
-def _norms_of_parts(tensors: Sequence[torch.Tensor], order: float) -> Any:
-    """Return each tensor's norm over this rank's part, 0-d."""
+def _norms_of_parts(tensors: Sequence[torch.Tensor], order: float, dtype: torch.dtype) -> Any:
+    """Return each tensor's norm over this rank's part, 0-d, computed in ``dtype``."""
     parts = [
         (tensor._local_tensor if _is_in_parts(tensor) else whole_of(tensor)) if isinstance(tensor, DTensor) else tensor
         for tensor in tensors
@@ -187,4 +187,4 @@ def _norms_of_parts(tensors: Sequence[torch.Tensor], order: float) -> Any:
             part.new_zeros(1) if not part.numel() and tensor.shape.numel() else part
             for part, tensor in zip(parts, tensors, strict=True)
         ]
-    return torch._foreach_norm(parts, order, dtype=accurate(parts[0].dtype))
+    return torch._foreach_norm(parts, order, dtype=dtype)

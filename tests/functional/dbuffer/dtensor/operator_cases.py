@@ -120,6 +120,14 @@ def differences(layout: str, table: str, dtype: torch.dtype, tolerance: float) -
     return found
 
 
+def _raises(function: Callable[[], object]) -> bool:
+    try:
+        function()
+    except RuntimeError:
+        return True
+    return False
+
+
 def _write_through(x: torch.Tensor, y: torch.Tensor) -> object:
     x[0].fill_(3.0)
     x[-1:].mul_(2.0)
@@ -319,4 +327,24 @@ ELEMENT_WISE: dict[str, Function] = {
     **{f"functional.{name}": _activation(name) for name in _ACTIVATIONS},
     **_OPERATORS,
 }
-TABLES = {"element-wise": ELEMENT_WISE, "whole": WHOLE, "reductions": REDUCTIONS, "random": RANDOM}
+# Functions that differ from others of their kind in what they write, read or return.
+RARE: dict[str, Function] = {
+    "where of a condition": lambda x, y: torch.where(x > 0),
+    "apply_": lambda x, y: x.apply_(lambda number: number + 1),
+    "apply_ of a view": lambda x, y: x.flatten().apply_(lambda number: number + 1),
+    "map_": lambda x, y: x.map_(y, lambda one, other: one - other),
+    "bernoulli_ of itself": lambda x, y: x.sigmoid_().bernoulli_(x),
+    "bernoulli_ of its view": lambda x, y: x.sigmoid_().bernoulli_(x.view(x.shape)),
+    "a view's own dtype": lambda x, y: x.view(-1).float().mul_(2),
+    "a view's own device": lambda x, y: x[1:].cpu().zero_(),
+    "real part in place": lambda x, y: x.real.mul_(3),
+    "all of no dimensions": lambda x, y: (x.all(dim=()), x.any(dim=[])),
+    "a dimension twice": lambda x, y: _raises(lambda: x.sum((0, 0))),
+    "foreach power of a number": lambda x, y: torch._foreach_pow(2.0, [x, y]),
+    "foreach by name": lambda x, y: (torch._foreach_exp(self=[x, y]), torch._foreach_norm(self=[x, y], ord=1.0)),
+    "foreach inf-norm of NaN": lambda x, y: torch._foreach_norm([x.sqrt(), -y.sqrt()], math.inf),
+    "inf-norm of NaN": lambda x, y: (x.sqrt().norm(math.inf), (-y.sqrt()).amin()),
+    "foreach norm in FP64": lambda x, y: torch._foreach_norm([x * 1e30, y * 1e30], dtype=torch.float64),
+    "foreach 0-norm in FP64": lambda x, y: torch._foreach_norm([x, y], 0.0, dtype=torch.float64),
+}
+TABLES = {"element-wise": ELEMENT_WISE, "whole": WHOLE, "reductions": REDUCTIONS, "random": RANDOM, "rare": RARE}

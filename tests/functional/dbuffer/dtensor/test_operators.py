@@ -32,15 +32,15 @@ from tests.harness import on_ranks, run_ranks
 from tests.harness.grids import nightly_but
 
 CHECKED = [
-    *(("three ranks", table) for table in ("element-wise", "whole", "reductions", "random")),
+    *(("three ranks", table) for table in ("element-wise", "whole", "reductions", "random", "rare")),
     *(("hfsdp", table) for table in ("element-wise", "whole", "reductions", "random")),
     *((layout, table) for layout in ("one rank", "hsdp", "four ranks") for table in ("reductions", "random")),
     *(("replicated", table) for table in ("whole", "random")),
-    *(("inside slices", table) for table in ("element-wise", "whole", "reductions", "random")),
+    *(("inside slices", table) for table in ("element-wise", "whole", "reductions", "random", "rare")),
     *(("inside slices, hfsdp", table) for table in ("whole", "random")),
 ]
 
-QUICK = {("three ranks", "reductions")}
+QUICK = {("three ranks", "reductions"), ("three ranks", "rare")}
 CASES = [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in CHECKED]
 
 
@@ -253,6 +253,17 @@ def test_a_gradient_scaler_tells_every_rank_of_one_ranks_infinity() -> None:
     assert right
     assert before == 0.0
     assert found.item() == 1.0
+
+
+@on_ranks(3)
+def test_parts_of_complex_numbers_share_their_memory() -> None:
+    plain = torch.randn(7, 3, dtype=torch.complex64)
+    face = sharded("three ranks", [plain], make_mesh("three ranks"))[0]
+    for tensor in (face, plain):
+        tensor.real.mul_(2.0)
+        torch.imag(tensor).fill_(3.0)
+    assert torch.equal(face.full_tensor(), plain)
+    assert torch.equal((face.real + face.imag).full_tensor(), plain.real + plain.imag)
 
 
 @on_ranks(3)

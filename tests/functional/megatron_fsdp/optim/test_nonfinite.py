@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from dbuffer import CollectiveCall, observe_collectives
 from megatron_fsdp import AdamW, ConfigError, NonfiniteGradientError, check_gradients, clip_grad_norm_, fully_shard
@@ -55,6 +56,16 @@ def train(layout: str, steps: Sequence[int], spoiled: Sequence[int]) -> dict[str
     assert optimizer.num_skipped == len(spoiled)
     assert {int(values["step"]) for values in optimizer.state.values()} == {len(steps) - len(spoiled)}
     return whole_state(model)
+
+
+@on_ranks(3)
+def test_a_nan_of_one_rank_is_the_infinity_norm_on_all() -> None:
+    model = sharded("zero 3")
+    backward(model, 0)
+    for parameter in model.parameters():
+        if isinstance(parameter.grad, DTensor) and dist.get_rank() == 1:
+            parameter.grad.to_local().fill_(math.nan)
+    assert math.isnan(clip_grad_norm_(model, 1.0, norm_type=math.inf).item())
 
 
 @pytest.mark.parametrize(("layout", "spoiled"), [("zero 3", (0,)), ("zero 1", (1, 3)), ("hfsdp", (1, 3))])
