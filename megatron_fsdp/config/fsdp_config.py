@@ -17,7 +17,7 @@ from dbuffer import Partial, Replicate
 from megatron_fsdp.config.flag_rules import RULES
 from megatron_fsdp.config.flags import FLAGS, Flag, FlagValues, flag_of
 from megatron_fsdp.config.hf_settings import HfSettings, read_hf_settings
-from megatron_fsdp.engine.unit import units_below
+from megatron_fsdp.engine.unit import Unit, units_below
 from megatron_fsdp.errors import ConfigError, StateError, nearest
 from megatron_fsdp.lifecycle.module import FSDPModule, unit_of
 from megatron_fsdp.policy.offload import CPUOffloadPolicy
@@ -139,6 +139,7 @@ class FsdpConfig(FlagValues):
             StateError: no module of ``model`` is sharded.
             StorageError: permanent buffers are requested, but this PyTorch does not support them (before 2.13).
         """
+        choices: dict[Unit, SlotChoice] = {}
         for unit in units_below(model):
             choice = SlotChoice.of_megatron(
                 double_buffer=self.fsdp_double_buffer,
@@ -148,7 +149,8 @@ class FsdpConfig(FlagValues):
                 device_type=next((group.spec.device.type for group in unit.groups), "cpu"),
             )
             if choice.sizing is not None:
-                use_slots(unit, choice)
+                choices[unit] = choice
+        use_slots(choices)
         if self.suggested_communication_unit_size is not None:
             prefetch_elements(model, self.suggested_communication_unit_size)
         if self.fsdp_forward_order:

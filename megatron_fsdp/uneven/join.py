@@ -207,9 +207,9 @@ def _widest_group(groups: Sequence[ParameterGroup]) -> ParameterGroup:
         if found != ranks and (is_trained or not set(found) <= set(ranks)):
             raise StateError(
                 f"join: unit {widest.name!r} is sharded over {rank_list(ranks)}, and parameter "
-                f"{next(iter(other.parameters))!r} of unit {other.name!r} over {rank_list(found)}, as experts are. They "
-                "would learn from repeated batches of other ranks. fix: give every rank the same number of batches; "
-                "in evaluation, enter torch.no_grad() first"
+                f"{next(iter(other.parameters))!r} of unit {other.name!r} over {rank_list(found)}, as experts are. "
+                "They would learn from repeated batches of other ranks. fix: give every rank the same number of "
+                "batches; in evaluation, enter torch.no_grad() first"
             )
     return widest
 
