@@ -240,7 +240,16 @@ class DBuffer:
         return self.layout.tensor(index, self.local_buffer)
 
     def write_tensor(self, index: int, tensor: torch.Tensor) -> None:
-        """Copy this rank's part of tensor ``index`` from the full ``tensor``, which may have any dtype and device."""
+        """Copy this rank's part of tensor ``index`` from the full ``tensor``, which may have any dtype and device.
+
+        Raises:
+            LayoutError: the tensor has another shape.
+        """
+        if tuple(tensor.shape) != self.plan.shapes[index]:
+            raise LayoutError(
+                f"{self.name}: tensor {index} has shape {self.plan.shapes[index]}, found {tuple(tensor.shape)}. fix: "
+                "write the whole tensor, in its own shape"
+            )
         held = self.layout.held(index)
         if held:
             self.layout.piece(index, self.local_buffer).copy_(tensor.detach().reshape(-1)[held.start : held.stop])

@@ -87,9 +87,12 @@ def refuse_shared_memory(
     paths = {id(module): f"{path}." if path else "" for root in modules for path, module in root.named_modules()}
     copied: list[Memory] = [each.memory for each in owned if each.memory is not None]
     for each in below:
-        info = each.param_module_infos[0]
         if each.memory is not None:
-            copied.append(replace(each.memory, name=f"parameter {paths[id(info.module)] + info.attribute!r}"))
+            info = each.param_module_infos[0]
+            path = paths.get(id(info.module))
+            # A unit of several modules may have some outside of these.
+            name = each.memory.name if path is None else f"parameter {path + info.attribute!r}"
+            copied.append(replace(each.memory, name=name))
     is_copied = {id(memory) for memory in copied}
     by_storage: dict[int, list[Memory]] = {}
     for memory in (*copied, *_rest(modules, {id(each.parameter) for each in owned})):

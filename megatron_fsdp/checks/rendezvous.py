@@ -72,9 +72,11 @@ def meet(ranks: Sequence[int], action: str, lines: Sequence[str] = (), complaint
 
 def report_failure(ranks: Sequence[int], action: str, error: BaseException) -> None:
     """Report to the other ranks why this rank skips their next rendezvous; they raise instead of waiting."""
-    rendezvous = _Rendezvous.enter(ranks)
-    if rendezvous is not None:
-        rendezvous.fail(action, error)
+    # If the store is unreachable, the caller still cleans up, and only the error itself is reported.
+    with contextlib.suppress(RuntimeError):
+        rendezvous = _Rendezvous.enter(ranks)
+        if rendezvous is not None:
+            rendezvous.fail(action, error)
 
 
 class _Rendezvous(dist.Work):

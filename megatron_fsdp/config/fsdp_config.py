@@ -17,7 +17,7 @@ from dbuffer import Partial, Replicate
 from megatron_fsdp.config.flag_rules import RULES
 from megatron_fsdp.config.flags import FLAGS, Flag, FlagValues, flag_of
 from megatron_fsdp.config.hf_settings import HfSettings, read_hf_settings
-from megatron_fsdp.engine.unit import units_below
+from megatron_fsdp.engine.unit import Unit, units_below
 from megatron_fsdp.errors import ConfigError, StateError, nearest
 from megatron_fsdp.lifecycle.module import FSDPModule, unit_of
 from megatron_fsdp.policy.offload import CPUOffloadPolicy
@@ -144,6 +144,7 @@ class FsdpConfig(FlagValues):
             raise StateError(
                 f"{type(model).__name__} holds no sharded module. fix: call FsdpConfig.apply after fully_shard"
             )
+        choices: dict[Unit, SlotChoice] = {}
         for unit in units:
             choice = SlotChoice.of_megatron(
                 double_buffer=self.fsdp_double_buffer,
@@ -153,7 +154,8 @@ class FsdpConfig(FlagValues):
                 device_type=next((group.spec.device.type for group in unit.groups), "cpu"),
             )
             if choice.sizing is not None:
-                use_slots(unit, choice)
+                choices[unit] = choice
+        use_slots(choices)
         if self.suggested_communication_unit_size is not None:
             prefetch_elements(model, self.suggested_communication_unit_size)
         if self.fsdp_forward_order:

@@ -26,7 +26,7 @@ from megatron_fsdp.errors import StateError
 
 __all__ = [
     "begin_backward", "complete_gradients", "final_callback", "recover", "refuse_in_backward", "reset", "settle",
-    "start_pending_reductions",
+    "start_pending_reductions", "update_requires_grad",
 ]  # fmt: skip
 
 
@@ -46,8 +46,7 @@ def begin_backward(root: Root) -> None:
     _discard_dropped_sums(root)
     _leave_taken_gradients(root)
     if state.num_flags_set != FLAGS_SET.number:
-        state.num_flags_set = FLAGS_SET.number
-        _update_requires_grad(root)
+        update_requires_grad(root)
 
 
 def _queue_final_callback(root: Root) -> weakref.ref[functools.partial[None]]:
@@ -79,12 +78,13 @@ def _leave_taken_gradients(root: Root) -> None:
                     hook.on_gradients_taken(unit, group)
 
 
-def _update_requires_grad(root: Root) -> None:
+def update_requires_grad(root: Root) -> None:
     """Tell the hooks which parameters were frozen or unfrozen since their unit's forward.
 
     Autograd reads a leaf's flag when a gradient arrives, not when forward uses the leaf. The flag at the backward
     counts: peft freezes adapters for a reference model's forward, and unfreezes them before the backward.
     """
+    root.backward.num_flags_set = FLAGS_SET.number
     for unit in root.units():
         for group in unit.groups:
             changed = group.fsdp_params.changed_requires_grad()

@@ -121,7 +121,9 @@ def _pre_forward(unit: Unit, module: nn.Module, given: Any) -> None:  # noqa: C9
         # No unit ended before this one, so no outputs of another unit tell when backward leaves it.
         watch_inputs(call, given, leave_call)
     # 3. Issue the gathers of the next units.
-    if unit.forward_prefetch and root.order is None:
+    if root.order is not None:
+        root.order.prefetch(unit)
+    elif unit.forward_prefetch:
         for other in alive(unit.forward_prefetch):
             other.unshard(check=True)
     else:
@@ -154,8 +156,6 @@ def _record_beginning(unit: Unit) -> list[Unit]:
     root, current = unit.root, unit.root.forward_pass
     current.begin_call(unit.reference)
     limit = root.backward.max_packed_buffers if torch.is_grad_enabled() else 1
-    if root.order is not None:
-        return root.order.following(limit)
     if root.prefetch_bytes is not None:
         return root.within_budget(alive(current.predicted[current.cursor :]))
     return current.following(limit)
@@ -213,7 +213,7 @@ def _close_call(unit: Unit, call: Call) -> None:
         # Modules show the sharded parameters meanwhile: what other modules read of them must not end with this unit.
         unit.show_sharded()
     elif unit.reshards_after_forward() or not (has_grad or unit.reshard_after_forward is False):
-        unit.reshard(keep_part=has_grad)
+        unit.reshard(keep_part=has_grad if root.order is None else root.order.has_grad)
     if HOST_READS and not has_grad and (outermost is None or outermost.open_call is None):
         # No backward follows, so the host waits now.
         wait_for_host_reads()

@@ -91,7 +91,12 @@ class SharedOrder(Protocol[UnitT, CallT_contra]):
     """An order of collectives that does not depend on the units that this rank runs (``variants/forward_order.py``).
 
     ``Root.order`` holds it. If ``Root.order`` is None, a rank issues collectives in the order in which its units run.
+
+    Attributes:
+        has_grad: gradients were enabled when the forward pass began.
     """
+
+    has_grad: bool
 
     @property
     def drains(self) -> bool:
@@ -109,10 +114,10 @@ class SharedOrder(Protocol[UnitT, CallT_contra]):
         """Begin to follow ``Root.forward_pass``, which has just begun."""
 
     def before_call(self, unit: UnitT) -> None:
-        """Gather the units before this one that this rank has skipped."""
+        """Gather the units before this one that this rank has skipped, and this one."""
 
-    def following(self, limit: int) -> list[UnitT]:
-        """Return at most ``limit`` units to gather ahead of their use."""
+    def prefetch(self, unit: UnitT) -> None:
+        """Issue the gathers of the units that follow ``unit``, whose call begins."""
 
     def refuse_call(self, unit: UnitT) -> None:
         """Refuse a call through which backward will come, although no rank gathers its unit for it."""

@@ -40,7 +40,13 @@ from megatron_fsdp.lifecycle.param_changes import (
 from megatron_fsdp.lifecycle.unwritten_buffers import is_to_empty, meta_buffers, note_unwritten
 from megatron_fsdp.policy.slots import SlotChoice
 from megatron_fsdp.variants.forward_order import order_of
-from megatron_fsdp.variants.memory_slots import communicator_has_memory, keep_gathered, reshard_to, use_slots
+from megatron_fsdp.variants.memory_slots import (
+    communicator_has_memory,
+    keep_gathered,
+    place_unit,
+    reshard_to,
+    use_slots,
+)
 
 __all__ = [
     "FSDPModule", "FsdpModule", "GradientReductionHandle", "UnshardHandle", "convert", "gather_afresh",
@@ -172,7 +178,7 @@ class FSDPModule:
             for group in unit.groups:
                 keep_gathered(group, keeps=keep, is_sharded=unit.weight_state is WeightState.SHARDED)
             if unit.slots.sizing is not None:
-                use_slots(unit, unit.slots)
+                place_unit(unit)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """False: the next backwards keep gradients on this rank, unreduced. The first one with True reduces the sum."""
@@ -408,16 +414,15 @@ class FSDPModule:
         Raises:
             StorageError: another ``sizing``, or a PyTorch that cannot do it (before 2.13).
         """
-        for unit in self._units(recurse):
-            use_slots(unit, SlotChoice(sizing, unit.slots.source))
+        use_slots({unit: SlotChoice(sizing, unit.slots.source) for unit in self._units(recurse)})
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Take this unit's slots from the communicator's own allocator (NCCL: registered memory), if it has one."""
         unit = unit_of(self)
         if not enable:
-            use_slots(unit, SlotChoice(unit.slots.sizing if unit.slots.source == "device" else None))
+            use_slots({unit: SlotChoice(unit.slots.sizing if unit.slots.source == "device" else None)})
         elif communicator_has_memory(unit):
-            use_slots(unit, SlotChoice(unit.slots.sizing or "by_size", "communicator"))
+            use_slots({unit: SlotChoice(unit.slots.sizing or "by_size", "communicator")})
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Take this unit's slots from symmetric memory, which every rank maps at once; on GPUs only.
@@ -426,21 +431,20 @@ class FSDPModule:
             StorageError: the unit is not on a GPU.
         """
         unit = unit_of(self)
-        use_slots(unit, SlotChoice(unit.slots.sizing or "by_size", backend))
+        use_slots({unit: SlotChoice(unit.slots.sizing or "by_size", backend)})
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients of all parameters, including gathered ones."""
         unit = unit_of(self)
         for each in (unit, *alive(unit.inner)):
+            # A unit of several modules may have some outside of this one, whose gradients stay.
+            is_whole = len(each.modules) == 1
             for group in each.groups:
-                if set_to_none and group.gradient_buffer is not None and (each is not unit or len(unit.modules) == 1):
+                if set_to_none and group.gradient_buffer is not None and is_whole:
                     # In one pass, before nn.Module asks each of them.
                     group.gradient_buffer.binding.zero_grad()
-                    continue
-                is_hidden = each.weight_state is WeightState.UNSHARDED
-                for parameter in group.fsdp_params.sharded_params if is_hidden else ():
-                    if parameter.grad is not None:
-                        parameter.grad = None if set_to_none else parameter.grad.zero_()
+                elif each.weight_state is WeightState.UNSHARDED:
+                    _zero_hidden(self, group, set_to_none=set_to_none)  # type: ignore[arg-type]  # every class of ours is a module
         super().zero_grad(set_to_none)  # type: ignore[misc]  # of nn.Module, which comes next in every class of ours
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
@@ -490,6 +494,14 @@ class FSDPModule:
             f"{type(self).__name__} cannot be pickled: it holds process groups. fix: save its state instead: "
             "save_checkpoint, torch.distributed.checkpoint or state_dict()"
         )
+
+
+def _zero_hidden(module: nn.Module, group: ParameterGroup, *, set_to_none: bool) -> None:
+    """Reset the gradients of sharded parameters below a module, which shows the gathered ones."""
+    below = {id(child._parameters) for child in module.modules()}
+    for registry, _, parameter, _ in group.fsdp_params.module_infos.places:
+        if id(registry) in below and parameter.grad is not None:
+            parameter.grad = None if set_to_none else parameter.grad.zero_()
 
 
 def _check_count(method: str, count: object) -> None:
@@ -622,9 +634,9 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     @functools.wraps(method)
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = pre_forward(unit, self, args, kwargs) or (args, kwargs)
         output = None
         try:
+            args, kwargs = pre_forward(unit, self, args, kwargs) or (args, kwargs)
             output = method(*args, **kwargs)
         finally:
             output = post_forward(unit, self, args, output)

@@ -441,7 +441,7 @@ def _settle(units: Sequence[Unit], built: Sequence[Unit]) -> None:
             _settle_group(group, copy)
         if unit.slots.sizing is not None:
             # Stand-ins have no communicator and no GPU; slots take as many bytes from the device's allocator.
-            use_slots(stood, replace(unit.slots, source="device"))
+            use_slots({stood: replace(unit.slots, source="device")})
 
 
 def _settle_group(group: ParameterGroup, copy: ParameterGroup) -> None:

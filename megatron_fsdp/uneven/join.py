@@ -49,8 +49,10 @@ class JoinedBatches:
         self._groups: list[ParameterGroup] = [
             group for model in models for unit in units_below(model) for group in unit.groups
         ]
-        self._unit, self._mean_over = self._groups[0].name, mean_over
-        self._ranks = mesh_ranks(self._groups[0].spec.mesh)
+        self._widest, self._mean_over = _widest_group(self._groups), mean_over
+        self._ranks = mesh_ranks(self._widest.spec.mesh)
+        # Of this rank's gradients in the mean; None before the first batch and after the last.
+        self._weight: float | None = None
         # In a nested join: whether this rank has data in the outer one.
         self._outer = _OPEN[-1] if _OPEN else None
         self._batches, self._filler, self._number = batches, filler, 0
@@ -58,7 +60,7 @@ class JoinedBatches:
 
     @property
     def _counts(self) -> bool:
-        return self._outer is None or self._outer.has_data
+        return self._outer is None or self._outer._weight != 0.0
 
     def __iter__(self) -> Iterator[Any]:
         """Yield as many batches as the rank with most has.
@@ -80,8 +82,19 @@ class JoinedBatches:
             self.has_data, self.num_with_data = has_own and self._counts, len(with_data)
             with_data = self._ranks_with_data(following)
             self.is_last = not with_data
-            self._weigh()
+            self._weight = 0.0
+            if self.has_data:
+                self._weight = len(self._ranks) / self.num_with_data if self._mean_over == "ranks with data" else 1.0
+            _weigh_open()
             yield self._filler
+        # Not in a ``finally``: a caller that draws one batch, by ``next(iter(joined))``, runs its backward afterwards.
+        self._end_weight()
+
+    def _end_weight(self) -> None:
+        """Give the groups the weight that they had outside of this block."""
+        self._weight = None
+        weigh(self._groups, 1.0)
+        _weigh_open()
 
     def _exchange_lengths(self, first: object) -> None:
         """Exchange the number of batches of each rank; raise if a rank has none and no filler."""
@@ -121,22 +134,15 @@ class JoinedBatches:
     def _sum_over_ranks(self, numbers: list[int]) -> dict[int, list[int]]:
         """Return one number from each rank."""
         me = dist.get_rank() if dist.is_initialized() else self._ranks[0]
-        group = self._groups[0]
-        said = torch.zeros(len(self._ranks), len(numbers), dtype=torch.int64, device=group.spec.compute_device)
-        said[self._ranks.index(me)] = torch.tensor(numbers, device=said.device)
+        device = self._widest.spec.compute_device
+        said = torch.zeros(len(self._ranks), len(numbers), dtype=torch.int64, device=device)
+        said[self._ranks.index(me)] = torch.tensor(numbers, device=device)
         try:
-            for axis in group.main_weight.axes:
+            for axis in self._widest.main_weight.axes:
                 all_reduce(said, axis, "sum")
             return dict(zip(self._ranks, said.tolist(), strict=True))
         except RuntimeError as error:
-            AgreementError.raise_for(self._unit, f"join() before batch {self._number + 1}", error)
-
-    def _weigh(self) -> None:
-        """Set the weight of this rank's gradients in the mean."""
-        weight = 0.0
-        if self.has_data:
-            weight = len(self._ranks) / self.num_with_data if self._mean_over == "ranks with data" else 1.0
-        weigh(self._groups, weight)
+            AgreementError.raise_for(self._widest.name, f"join() before batch {self._number + 1}", error)
 
 
 @contextmanager
@@ -163,7 +169,8 @@ def join(
         filler: the batch to repeat on a rank without any batch.
         mean_over: average gradients over the ranks with a new batch now, or over all ranks.
     Raises:
-        ConfigError: another ``mean_over``. StateError: no sharded module in ``model``; see ``JoinedBatches`` for more.
+        ConfigError: another ``mean_over``. StateError: no sharded module in ``model``, or units that are trained over
+            different ranks; see ``JoinedBatches`` for more.
 
     Example:
         with join(model, batches[: 2 - dist.get_rank()]) as joined:
@@ -182,10 +189,36 @@ def join(
     try:
         yield joined
     finally:
-        _OPEN.pop()
-        weigh(joined._groups, 1.0)
-        for outer in _OPEN:
-            outer._weigh()
+        _OPEN.remove(joined)
+        joined._end_weight()
+
+
+def _widest_group(groups: Sequence[ParameterGroup]) -> ParameterGroup:
+    """Return the group that is sharded over the most ranks, which draw batches together.
+
+    Raises:
+        StateError: another group is trained over other ranks.
+    """
+    widest = max(groups, key=lambda group: group.spec.mesh.size())
+    ranks = mesh_ranks(widest.spec.mesh)
+    for other in groups:
+        found = mesh_ranks(other.spec.mesh)
+        is_trained = other.requires_grad and torch.is_grad_enabled()
+        if found != ranks and (is_trained or not set(found) <= set(ranks)):
+            raise StateError(
+                f"join: unit {widest.name!r} is sharded over {rank_list(ranks)}, and parameter "
+                f"{next(iter(other.parameters))!r} of unit {other.name!r} over {rank_list(found)}, as experts are. "
+                "They would learn from repeated batches of other ranks. fix: give every rank the same number of "
+                "batches; in evaluation, enter torch.no_grad() first"
+            )
+    return widest
+
+
+def _weigh_open() -> None:
+    """Give the groups of all open blocks their weights; the innermost block that has drawn a batch decides."""
+    for joined in _OPEN:
+        if joined._weight is not None:
+            weigh(joined._groups, joined._weight)
 
 
 def weigh(groups: Iterable[ParameterGroup], weight: float) -> None:

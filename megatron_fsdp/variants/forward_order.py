@@ -18,6 +18,7 @@ from torch import nn
 
 from dbuffer.dtensor.placed_tensor import FLAGS_SET
 from megatron_fsdp.engine.backward import pre_backward
+from megatron_fsdp.engine.final_callback import update_requires_grad
 from megatron_fsdp.engine.outputs import map_tensors, watch_output
 from megatron_fsdp.engine.post_backward import leave_unit, post_backward
 from megatron_fsdp.engine.unit import Call, ForwardPass, Root, Unit, WeightState, alive, units_below
@@ -50,6 +51,10 @@ class ForwardOrder:
 
     Args:
         units: all units with parameters but the root, in the order in which forward enters them.
+
+    Attributes:
+        has_grad: gradients were enabled when the pass began. A rank may run a unit under ``no_grad`` that other ranks
+            skip, so this decides on all ranks what a call's own mode decides without an order.
     Raises:
         ConfigError: a unit is missing, or comes twice, or does not belong to this root.
     """
@@ -84,7 +89,9 @@ class ForwardOrder:
         # One entry for each pass with a running call; ``_forward`` is the entry of the latest pass.
         self._progress: weakref.WeakKeyDictionary[ForwardPass, Progress] = weakref.WeakKeyDictionary()
         self._forward = Progress()
-        self._is_open = False
+        self._is_open = self.has_grad = False
+        # The unit that keeps its weights until backward, chosen when the pass begins.
+        self._staying: weakref.ref[Unit] | None = None
         # The exception that was being handled when the pass began, because a user may retry inside of ``except``.
         self._handled: BaseException | None = None
         # The progress of the pass that backward is in; None outside of backward.
@@ -132,9 +139,7 @@ class ForwardOrder:
 
     def stays(self, unit: Unit) -> bool:
         """Return whether the unit keeps its weights from forward to backward because backward begins with it."""
-        is_first = bool(self._backward) and self._units[self._backward[0]]() is unit
-        is_wanted = unit.reshard_after_forward is None and bool(unit.num_gradients)
-        return is_first and is_wanted and torch.is_grad_enabled()
+        return unit.reference is self._staying
 
     # ------------------------------------------------------------------ forward
 
@@ -151,10 +156,17 @@ class ForwardOrder:
                 "the model. fix: call set_forward_order() of the root again"
             )
         self._forward = self._progress[self._root.forward_pass] = Progress()
+        self.has_grad, self._staying = torch.is_grad_enabled(), None
+        # Now, because a rank that skips a unit would not look before backward.
+        update_requires_grad(self._root)
+        if self.has_grad and self._backward:
+            first = self._unit(self._backward[0])
+            if first.reshard_after_forward is None and first.num_gradients:
+                self._staying = first.reference
         self._is_open, self._handled = True, sys.exc_info()[1]
 
     def before_call(self, unit: Unit) -> None:
-        """Gather the units before this one that this rank has skipped.
+        """Gather the units before this one that this rank has skipped, and this one.
 
         Raises:
             StateError: the unit was passed already, or the root is not running.
@@ -169,6 +181,7 @@ class ForwardOrder:
             self._refuse(unit)
         self._skip_to(place)
         self._forward.reached = place + 1
+        self._gather(unit)
 
     def _refuse(self, unit: Unit) -> None:
         if not self._is_open:
@@ -195,23 +208,33 @@ class ForwardOrder:
         unit = self._unit(place)
         if unit.num_holds:
             return
+        self._gather(unit)
+        unit.wait_for_unshard()
+        if unit.reshard_after_forward is not False and not self.stays(unit):
+            unit.reshard(keep_part=self.has_grad)
+
+    def _gather(self, unit: Unit) -> None:
+        """Issue the gather of a unit in forward."""
         if unit.weight_state is not WeightState.SHARDED and unit.has_old_weights():
             unit.reshard()
         self._root.release_lingering(unit)
-        unit.unshard(check=True)
-        unit.wait_for_unshard()
-        if unit.reshard_after_forward is not False and not self.stays(unit):
-            unit.reshard(keep_part=torch.is_grad_enabled())
+        # Under ``no_grad`` weights that rest whole are always refreshed, which is a collective.
+        with torch.set_grad_enabled(self.has_grad):
+            unit.unshard(check=True)
 
-    def following(self, limit: int) -> list[Unit]:
-        """Return at most ``limit`` units to prefetch."""
+    def prefetch(self, unit: Unit) -> None:
+        """Issue the gathers of the units that follow ``unit``, whose call begins."""
+        if unit.num_holds:
+            return
+        limit = self._root.backward.max_packed_buffers if self.has_grad else 1
         ahead: list[Unit] = []
         for place in range(self._forward.reached, min(len(self._units), self._forward.reached + limit)):
             following = self._unit(place)
             if ahead and not following.is_trained:
                 break
             ahead.append(following)
-        return ahead
+        with torch.set_grad_enabled(self.has_grad):
+            self._root.prefetch(ahead, check=True)
 
     def end_pass(self) -> Unit | None:
         """Gather the units that this rank has skipped, unless forward raised.

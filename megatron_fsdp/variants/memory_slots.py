@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from dbuffer import BufferPlacement, SlotPool
@@ -25,7 +26,8 @@ class BufferPools(StepHooks[Unit, Call]):
     """The pools of one root: units that ask for the same kind of slots share them."""
 
     def __init__(self) -> None:
-        self._pools: dict[tuple[object, ...], SlotPool] = {}
+        # Storages keep their pool alive: the memory goes with the last one that takes slots from it.
+        self._pools: weakref.WeakValueDictionary[tuple[object, ...], SlotPool] = weakref.WeakValueDictionary()
 
     @property
     def num_bytes(self) -> int:
@@ -51,14 +53,15 @@ class BufferPools(StepHooks[Unit, Call]):
             axis = group.main_weight.axes[flat_axes(placements)[0]]
             members = axis.gather_group if use == "weights" else axis.reduce_group
         key = (use, choice, device, members)
-        if key not in self._pools:
+        pool = self._pools.get(key)
+        if pool is None:
             allocate = None
             if members is not None and choice.source == "communicator":
                 allocate = from_communicator(members, device)
             elif members is not None:
                 allocate = from_symmetric_memory(members, device, choice.source)
-            self._pools[key] = SlotPool(device, choice.sizing, allocate)
-        return self._pools[key]
+            pool = self._pools[key] = SlotPool(device, choice.sizing, allocate)
+        return pool
 
 
 def pools_of(unit: Unit) -> BufferPools:
@@ -66,10 +69,21 @@ def pools_of(unit: Unit) -> BufferPools:
     return next(hook for hook in unit.root.hooks if isinstance(hook, BufferPools))
 
 
-def use_slots(unit: Unit, choice: SlotChoice) -> None:
-    """Let the unit allocate from memory slots; a choice without sizing returns to the allocator."""
-    unit.slots = choice
-    place_unit(unit)
+def use_slots(choices: Mapping[Unit, SlotChoice]) -> None:
+    """Let units allocate from memory slots; a choice without sizing returns to the allocator.
+
+    If one of them cannot, none of them changes.
+    """
+    before = {unit: unit.slots for unit in choices}
+    try:
+        for unit, choice in choices.items():
+            unit.slots = choice
+            place_unit(unit)
+    except BaseException:
+        for unit, choice in before.items():
+            unit.slots = choice
+            place_unit(unit)
+        raise
 
 
 def communicator_has_memory(unit: Unit) -> bool:

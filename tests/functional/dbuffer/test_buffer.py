@@ -305,6 +305,10 @@ def plan_for_fewer_shards() -> None:
     DBuffer.from_plan(odd, mesh, [Replicate(), Flat()], torch.float32, "cpu")
 
 
+def a_transposed_tensor() -> None:
+    buffer(Replicate()).write_tensor(0, torch.ones(3, 5))
+
+
 def inner_gather_first() -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("outer", "inner"))
     DBuffer(mesh, [Flat(), Flat()], SHAPES, torch.float32, "cpu").allgather("inner")
@@ -343,6 +347,7 @@ REFUSALS: dict[str, tuple[Callable[[], object], tuple[str, ...]]] = {
     ),
     "other device": (lambda: buffer(Flat(), device="cuda"), ("MeshError", "cuda", "'cpu'", "move the module")),
     "plan for fewer shards": (plan_for_fewer_shards, ("PlacementError", "1 shards", "2 parts")),
+    "a transposed tensor": (a_transposed_tensor, ("LayoutError", "(5, 3)", "(3, 5)", "fix: write the whole tensor")),
     "inner gather first": (inner_gather_first, ("PlacementError", "'inner'", "gather the earlier axes first")),
 }  # fmt: skip
 

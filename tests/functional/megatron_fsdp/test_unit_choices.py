@@ -286,3 +286,26 @@ def test_a_group_gathers_and_releases_the_weights_of_its_unit() -> None:
     second.reshard()
     assert all(shown is not block.get_parameter(name) for name, shown in shown.items())
     assert not first.gathered.storage.is_allocated
+
+
+def shard_across(model: Any) -> None:
+    """Make one unit of a norm inside another unit and of the head outside."""
+    for part in ([model.encoder[1], model.head], model.encoder, model):
+        fully_shard(part)
+
+
+@on_ranks(2)
+def test_a_unit_may_have_modules_inside_and_outside_of_another_unit() -> None:
+    def build() -> nn.Module:
+        encoder = nn.Sequential(nn.Linear(7, 7), nn.LayerNorm(7))
+        return Made(lambda m, x: m.head(m.encoder(x)), encoder=encoder, head=nn.Linear(7, 5))
+
+    twins = Twins(build, shard=shard_across)
+    twins.backward()
+    assert twins.gradients_apart() < 1e-6
+    for model in twins:
+        model.encoder.zero_grad()
+    assert twins.plain.head.weight.grad is not None
+    assert twins.gradients_apart() < 1e-6
+    twins.backward(1)
+    assert twins.gradients_apart() < 1e-6

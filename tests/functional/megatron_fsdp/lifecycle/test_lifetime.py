@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from dbuffer import memory_meter
-from megatron_fsdp import FsdpModule, fully_shard_optimizer
+from megatron_fsdp import FsdpModule, StateError, fully_shard_optimizer, register_fsdp_forward_method
 from tests.harness import on_ranks
 from tests.harness.models import Block, RaisesInBackward, Stack, loss_of_rank
 from tests.harness.oracle import sharded
@@ -98,3 +98,24 @@ def test_a_step_after_an_exception_leaves_nothing_allocated_from_an_exception_in
         model.zero_grad()
         held.append(memory_meter().current_bytes)
     assert held == [held[0]] * 4
+
+
+class Encoding(Stack):
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return Stack.forward(self, x)
+
+
+@on_ranks(2)
+def test_a_forward_method_that_could_not_begin_leaves_no_call_open() -> None:
+    model = sharded(Encoding(Block(), nn.Linear(7, 7)), units=lambda model: model.layers[:1])
+    register_fsdp_forward_method(model, "encode")
+    weight = model.layers[1].weight
+    model.layers[1]._parameters["weight"] = nn.Parameter(torch.ones(7, 7))
+    with pytest.raises(StateError, match="was replaced"):
+        model.encode(torch.ones(2, 7))
+    model.layers[1]._parameters["weight"] = weight
+    held = memory_meter().current_bytes
+    with torch.no_grad():
+        model.layers[0](torch.ones(2, 7))
+    assert memory_meter().current_bytes == held
+    model.set_forward_order()

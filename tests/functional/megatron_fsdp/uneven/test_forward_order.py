@@ -53,6 +53,49 @@ def test_compiled_units_train_as_the_plain_model() -> None:
     train(Twins(lambda: Routed(4), "optim_grads_params", shard_compiled), layer_drop)
 
 
+class WithoutGrad(Routed):
+    """Runs the part ``quiet`` under ``no_grad``."""
+
+    def __init__(self, quiet: int) -> None:
+        super().__init__(4)
+        self.quiet = quiet
+
+    def run(self, x: torch.Tensor, segment: list[int]) -> torch.Tensor:
+        """Run some parts."""
+        for number in segment:
+            with torch.set_grad_enabled(torch.is_grad_enabled() and number != self.quiet):
+                found = self.parts[number](x)
+            x = x + found if number == self.quiet else found
+        return x
+
+
+def skips_two(rank: int, step: int) -> list[int]:
+    return [0, 1, 2, 3] if (rank + step) % 2 else [0, 2]
+
+
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads"])
+@on_ranks(2)
+def test_a_unit_under_no_grad_may_be_skipped(strategy: str) -> None:
+    train(Twins(lambda: WithoutGrad(1), strategy, shard), skips_two)
+
+
+@on_ranks(4)
+def test_a_unit_under_no_grad_keeps_the_part_that_other_ranks_keep() -> None:
+    train(Twins(lambda: WithoutGrad(3), "optim_grads_params", shard, reshard_after_forward=2), skips_two)
+
+
+@pytest.mark.parametrize("place", [1, 3])
+@on_ranks(2)
+def test_ranks_that_skip_a_unit_follow_its_freezing(place: int) -> None:
+    twins = Twins(lambda: Routed(4), "optim_grads_params", shard)
+    for is_trained in (True, False, True):
+        for model in twins:
+            model.zero_grad()
+            model.parts[place].requires_grad_(is_trained)
+        twins.backward(0, lambda model, rank, step: loss_of(model, rank, step, [0, 1, 2, 3] if rank else [0, 2]))
+        assert twins.gradients_apart() < 1e-6
+
+
 @pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params"])
 @on_ranks(2)
 def test_streams_are_in_order_where_ranks_skip_units(strategy: str) -> None:

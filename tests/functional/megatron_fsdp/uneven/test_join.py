@@ -6,10 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_fsdp import ConfigError, FsdpError, StateError, clip_grad_norm_, fully_shard, join, microbatch
 from tests.harness import on_ranks
-from tests.harness.models import Made, inputs, squared
+from tests.harness.models import Made, inputs, make_mesh, squared
 from tests.harness.twins import Twins
 
 WORLDS = {"no_shard": 2, "optim": 3, "optim_grads": 2, "optim_grads_params": 3, "hsdp": 4}
@@ -163,6 +164,47 @@ def test_microbatches_are_joined_inside_joined_batches() -> None:
                         (squared(twins.plain, each, 10 * batch + microbatch_number) / len(ranks)).backward()
             assert twins.gradients_apart() < 1e-6
             twins.zero_grad()
+
+
+@pytest.mark.parametrize("is_after", [False, True])
+@on_ranks(2)
+def test_an_evaluation_beside_the_training_loop_counts_every_batch(is_after: bool) -> None:
+    twins = Twins()
+    rank = dist.get_rank()
+    with join(twins.model, range(1 + rank)) as joined:
+        for number in joined if is_after else ():
+            squared(twins.model, rank, number).backward()
+        with torch.no_grad(), join(twins.model, range(2 - rank)) as evaluated:
+            found = [(evaluated.has_data, evaluated.num_with_data) for _ in evaluated]
+        assert found == [(True, 2), (rank == 0, 1)]
+        for model in twins:
+            model.zero_grad()
+        twins.backward(3)
+        assert twins.gradients_apart() < 1e-6
+
+
+@on_ranks(2)
+def test_a_batch_drawn_by_next_has_its_weight() -> None:
+    twins = Twins()
+    rank = dist.get_rank()
+    with join(twins.model, range(rank), filler=0) as joined:
+        squared(twins.model, rank, next(iter(joined))).backward()
+        squared(twins.plain, 1, 0).backward()
+    assert twins.gradients_apart() < 1e-6
+
+
+@on_ranks(3)
+def test_units_trained_over_other_ranks_are_refused_by_name() -> None:
+    rank = dist.get_rank()
+    halves = [dist.new_group([0, 1]), dist.new_group([2])]
+    model = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3))
+    fully_shard(model[0], mesh=DeviceMesh.from_group(halves[rank // 2], "cpu"))
+    fully_shard(model, mesh=make_mesh((3,)))
+    words = r"unit 'Sequential' is sharded over ranks 0-2, and parameter 'weight' of unit '0' over rank"
+    with pytest.raises(StateError, match=words), join(model, range(1 + rank)):
+        pass
+    with torch.no_grad(), join(model, range(1 + rank)) as joined:
+        assert len([model(inputs(rank, number)) for number in joined]) == 3
 
 
 def run_until_last(model: Any, joined: Any) -> None:

@@ -17,6 +17,7 @@ from megatron_fsdp import (
     explain,
     unsharded,
 )
+from megatron_fsdp.checks import rendezvous
 from tests.harness import on_ranks
 from tests.harness.models import Made, inputs, squared
 from tests.harness.twins import Twins, sharded
@@ -217,6 +218,29 @@ def test_an_exception_inside_leaves_the_model_sharded_and_unchanged(strategy: st
     with pytest.raises(KeyError), torch.no_grad(), unsharded(twins.model, writeback=True):
         change_and_raise(twins.model)
     assert twins.weights_apart() == 0
+    twins.backward(0)
+    assert twins.gradients_apart() < 1e-6
+
+
+class Unreachable:
+    """A store whose host has ended."""
+
+    def add(self, key: str, amount: int) -> int:
+        raise RuntimeError("Connection reset by peer")
+
+
+def raise_without_store(model: Any, patch: pytest.MonkeyPatch) -> None:
+    with unsharded(model, writeback=True):
+        patch.setattr(rendezvous, "job_store", Unreachable)
+        raise KeyError
+
+
+@on_ranks(2)
+def test_an_exception_inside_reaches_the_caller_when_the_store_is_gone() -> None:
+    twins = Twins()
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyError):
+        raise_without_store(twins.model, patch)
+    twins.model.reshard()
     twins.backward(0)
     assert twins.gradients_apart() < 1e-6
 

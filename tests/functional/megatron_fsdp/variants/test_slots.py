@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from dbuffer import Flat, Partial, Replicate, memory_meter
+from dbuffer import Flat, Partial, Replicate, StorageError, memory_meter
 from dbuffer.slot_pool import can_exchange_memory
 from megatron_fsdp import (
     FsdpConfig,
@@ -28,12 +28,13 @@ from megatron_fsdp import (
     materialize,
     microbatch,
 )
+from megatron_fsdp.lifecycle.module import unit_of
 from megatron_fsdp.policy.slots import SlotChoice
 from megatron_fsdp.variants.memory_slots import pools_of
 from tests.harness import on_ranks
 from tests.harness.grids import nightly_but
 from tests.harness.models import Block, CheckpointedStack, Made, ShuffledStack, Stack, inputs, squared
-from tests.harness.oracle import sharded
+from tests.harness.oracle import sharded, units_of
 
 HIDDEN_SIZES = (97, 13, 131, 101, 131, 111)
 STEPS = 4
@@ -273,3 +274,27 @@ def shuffled(sizing: str | None) -> list[float]:
 @on_ranks(2)
 def test_an_order_that_changes_from_step_to_step_gives_the_same_numbers() -> None:
     assert shuffled("largest") == shuffled(None)
+
+
+@on_ranks(2)
+def test_slots_that_no_unit_takes_are_freed() -> None:
+    model = build(Setting())
+    train_step(model, 0)
+    before = memory_meter().current_bytes
+    for sizing in ("largest", "by_size"):
+        model.set_slot_pool(sizing)
+        train_step(model, 1)
+        assert memory_meter().current_bytes > before
+    model.set_slot_pool(None)
+    assert memory_meter().current_bytes == before
+
+
+@on_ranks(1)
+def test_a_refused_sizing_leaves_the_slots_of_all_units() -> None:
+    model = build(Setting())
+    model.set_slot_pool("largest")
+    with pytest.raises(StorageError, match="fix: give one of 'by_size', 'largest'"):
+        model.set_slot_pool("smallest")
+    assert {unit_of(each).slots for each in units_of(model)} == {SlotChoice("largest")}
+    model.set_reshard_after_forward(True)
+    train_step(model, 0)

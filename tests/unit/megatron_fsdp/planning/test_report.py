@@ -90,7 +90,7 @@ def test_the_report_gives_the_reason_for_kept_weights(mesh: DeviceMesh) -> None:
 def test_slots_of_a_communicator_are_explained_as_slots_of_the_device(mesh: DeviceMesh, source: str) -> None:
     model = fully_shard(Block(), mesh)
     unit = unit_of(model)
-    use_slots(unit, SlotChoice("by_size"))
+    use_slots({unit: SlotChoice("by_size")})
     wanted = explain(model)
     # A CPU communicator allocates no memory: the choice is only recorded.
     unit.slots = SlotChoice("by_size", source)
