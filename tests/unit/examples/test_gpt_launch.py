@@ -51,7 +51,7 @@ def test_rank_0_prints_an_error_at_once_others_later_and_torchrun_gets_it(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert report_error(ConfigError("found 3"), Ranks.from_environment()) == 2
-    assert (capsys.readouterr().err, waits) == ("pretrain_gpt.py: error (rank 5): found 3\n", [15.0])
+    assert (capsys.readouterr().err, waits) == ("pretrain_gpt.py: error (rank 5): found 3\n", [60.0])
     # The format that torch's own ``record`` writes; torchrun warns about others.
     assert json.loads((tmp_path / "error.json").read_text())["message"]["message"] == "found 3"
 
