@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore  # torch.distributed has it, but untyped
+from torch._C._distributed_c10d import HashStore, PrefixStore  # torch.distributed has them, but untyped
 from torch.distributed.rendezvous import rendezvous
 
 from dbuffer.collectives.waits import wait_for
@@ -97,8 +97,8 @@ def start_process_group(args: argparse.Namespace, ranks: Ranks, device: torch.de
         attempt = f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')} on {ranks.size} ranks"
         options["store"] = PrefixStore(attempt, next(rendezvous("env://", ranks.rank, ranks.size, timeout=timeout))[0])
     else:
-        # Port 0: any free one, so that plain starts side by side do not collide.
-        options["init_method"] = "tcp://127.0.0.1:0"
+        # No address: under torchrun, PyTorch would look for torchrun's store there, even for one rank.
+        options["store"] = HashStore()
     options |= {"backend": "cpu:gloo,cuda:nccl", "device_id": device} if is_cuda else {"backend": "gloo"}
     dist.init_process_group(timeout=timeout, **options)
 

@@ -20,11 +20,19 @@ from tests.functional.megatron_fsdp.policy.test_launch import LAUNCHERS, free_po
 from tests.harness import run_ranks
 
 ROOT = Path(__file__).parents[3]
-COMMAND = [sys.executable, str(ROOT / "examples/start_ranks.py"), "--standalone", "--nproc-per-node", "2"]
+COMMAND = [sys.executable, str(ROOT / "examples/start_ranks.py"), "--standalone", "--nproc-per-node"]
 SAYS_WHY = """\
 from gpt.launch import Ranks, report_error
 from megatron_fsdp import ConfigError
 raise SystemExit(report_error(ConfigError("found 3"), Ranks.from_environment()))
+"""
+STARTS = """\
+from argparse import Namespace
+import torch
+from gpt.launch import Ranks, start_process_group
+options = Namespace(fake_process_group=False, distributed_timeout_minutes=1)
+start_process_group(options, Ranks.from_environment(), torch.device("cpu"))
+print(torch.distributed.get_world_size())
 """
 ENDS_WHEN_ASKED = """\
 import os, time
@@ -38,13 +46,19 @@ with StopSignal() as stop:
 """
 
 
-def start(folder: Path, code: str) -> "subprocess.Popen[str]":
-    """Start the code on two ranks."""
+def start(folder: Path, code: str, num_ranks: int = 2) -> "subprocess.Popen[str]":
+    """Start the code on some ranks."""
     (folder / "script.py").write_text(code)
     path = os.pathsep.join(str(ROOT / name) for name in ("", "kernels", "examples"))
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     environment = {**os.environ, "PYTHONPATH": path}
-    return subprocess.Popen([*COMMAND, "script.py"], cwd=folder, env=environment, text=True, **pipes)  # type: ignore[call-overload,no-any-return]
+    return subprocess.Popen([*COMMAND, str(num_ranks), "script.py"], cwd=folder, env=environment, text=True, **pipes)  # type: ignore[call-overload,no-any-return]
+
+
+def test_one_rank_under_torchrun_is_a_job_of_one(tmp_path: Path) -> None:
+    job = start(tmp_path, STARTS, num_ranks=1)
+    said, errors = job.communicate(timeout=120)
+    assert (said, job.returncode) == ("1\n", 0), errors
 
 
 def test_an_error_that_every_rank_has_is_one_line(tmp_path: Path) -> None:
