@@ -109,7 +109,10 @@ SCENES = {
     "docs/timeline.md": Scene(given=_SHARDED),
     "docs/weights_to_inference.md": Scene(given=_SHARDED),
     "docs/training_script.md": Scene(
-        shorter=(("--train-iters 300", "--train-iters 25"),),
+        shorter=(
+            ("--train-iters 300", "--train-iters 25"),
+            ("2e-3 --check-gradient-scale", "2e-3 --check-gradient-scale --eval-iters 5"),
+        ),
         elsewhere=(("--data-path 0.3 data/code", "it needs megatron-core"),),
     ),
 }
