@@ -111,7 +111,7 @@ SCENES = {
     "docs/training_script.md": Scene(
         shorter=(
             ("--train-iters 300", "--train-iters 25"),
-            ("2e-3 --check-gradient-scale", "2e-3 --check-gradient-scale --eval-iters 5"),
+            ("2e-3 --check-gradient-scale", "2e-3 --check-gradient-scale --train-iters 8 --eval-iters 5"),
         ),
         elsewhere=(("--data-path 0.3 data/code", "it needs megatron-core"),),
     ),
