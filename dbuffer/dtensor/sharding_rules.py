@@ -18,10 +18,10 @@ from dbuffer.dtensor.distribution import RaggedShard
 
 __all__ = ["refuse_rules_of_slices"]
 
-# What autograd does with gradients, and what makes another tensor on the same memory: right for any rows.
-_RIGHT_FOR_ANY_ROWS = frozenset(
-    [torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.add_.Tensor]
-)
+# They make another tensor on the same memory.
+_SAME_ROWS = frozenset([torch.ops.aten.detach.default, torch.ops.aten.alias.default])
+# Autograd adds up gradients in place.
+_IN_PLACE = frozenset([torch.ops.aten.add_.Tensor])
 
 
 def refuse_rules_of_slices() -> None:
@@ -38,12 +38,19 @@ def refuse_rules_of_slices() -> None:
 def _check_rows(propagate: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def propagate_or_refuse(schema: Any) -> Any:
         ragged = [spec for spec in schema.args_spec if any(isinstance(each, RaggedShard) for each in spec.placements)]
-        if ragged and (schema.op not in _RIGHT_FOR_ANY_ROWS or any(spec != ragged[0] for spec in schema.args_spec)):
+        if not ragged:
+            return propagate(schema)
+        is_same = schema.op in _SAME_ROWS
+        if not is_same and (schema.op not in _IN_PLACE or any(spec != ragged[0] for spec in schema.args_spec)):
             raise NotImplementedError(
                 f"{schema.op}: the operator reached a sharded tensor of shape {tuple(ragged[0].shape)} without asking "
                 "its class, as inside of torch.func transforms (vmap, grad, vjp). PyTorch's sharding rules do not know "
                 "which rows of it each rank holds. fix: give the transform p.full_tensor(), on every rank"
             )
-        return propagate(schema)
+        sharding = propagate(schema)
+        if is_same:
+            # PyTorch 2.15 makes a plain ``Shard(0)``.
+            sharding.output_spec = ragged[0]
+        return sharding
 
     return propagate_or_refuse

@@ -159,8 +159,9 @@ def test_copies_of_a_plain_dtensor_keep_its_placement(way: str, placement: Place
     else:
         plain = distribute_tensor(whole, mesh, [placement])
     made = COPIES[way](plain)
-    # PyTorch's clone of a partial tensor is the sum.
-    assert made.placements == (Replicate() if placement.is_partial() and way == "asarray" else placement,)
+    # Before PyTorch 2.15, its clone of a partial tensor is the sum.
+    is_clone = placement.is_partial() and way == "asarray"
+    assert made.placements in [(placement,), *([(Replicate(),)] if is_clone else [])]
     assert torch.equal(made.full_tensor(), whole.to(made.dtype))
 
 
