@@ -140,7 +140,7 @@ def refuse() -> None:
     parallelism = ParallelismConfig(spmd_backend="partial_dtensor")
     # Asked for when it is made, it wants a GPU there.
     parallelism.enable_fsdp_symm_mem = True
-    with pytest.raises(ConfigError, match=r"enable_fsdp_symm_mem True; wanted .* no symmetric memory"):
+    with pytest.raises(ConfigError, match=r"enable_fsdp_symm_mem True\. fix: .* no symmetric memory"):
         parallelize_decoder(build_model(), **{**given, "parallelism": parallelism})
 
 

@@ -83,7 +83,7 @@ def train_in_bf16(kind: str) -> tuple[list[float], list[float], set[torch.dtype]
     model = shard(make_model(kind), **of_settings(FsdpConfig(bf16=True)))
     seen: set[torch.dtype] = set()
     layer = model.get_submodule("transformer.h.1" if kind == "gpt2" else "model.layers.1")
-    layer.register_forward_hook(lambda module, args, output: seen.update(p.dtype for p in module.parameters()))
+    layer.register_forward_pre_hook(lambda module, args: seen.update(p.dtype for p in module.parameters()))
     losses = mean_over_ranks(train(model, NUM_STEPS, [dist.get_rank()]))
     wanted = train(make_model(kind), NUM_STEPS, range(dist.get_world_size()))
     return losses, wanted, seen, {parameter.dtype for parameter in model.parameters()}
