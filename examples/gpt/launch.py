@@ -23,7 +23,7 @@ from megatron_fsdp import AgreementError, ConfigError
 from megatron_fsdp.command_parser import record_error
 from megatron_fsdp.policy.launch import job_place
 
-# torchrun took more than 15 s to stop the ranks on a machine with six busy processes per core.
+# On a busy machine torchrun takes a while to stop the other ranks.
 _GRACE_SECONDS = 60.0
 _NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
 

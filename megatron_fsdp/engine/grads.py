@@ -487,6 +487,7 @@ class GradientBuffer:
         Raises:
             StateError: the strategy keeps partial sums of earlier microbatches, which were divided already.
         """
+        self.discard_if_dropped()
         under_way = self.binding.sum
         if self.rests_partial and under_way is not None and under_way.is_in_main_grad and divisor != self.divisor:
             raise StateError(

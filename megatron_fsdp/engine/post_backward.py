@@ -90,7 +90,7 @@ def close_and_reduce(unit: Unit) -> None:  # noqa: C901  # in order of time
         # it raises, ``mark_incomplete`` compares the number.
         buffer.last_backward = state.number
     # 2. Issue one reduction of all of them. On streams it follows the gathers that were issued ahead.
-    GradientBuffer.reduce(complete, owner=id(unit), after=root.prefetch_tickets() if state.has_streams else ())
+    GradientBuffer.reduce(complete, owner=id(unit), after=root.prefetch_tickets() if root.device is not None else ())
     for buffer in unit.gradient_buffers:
         if buffer.tickets:
             if listeners:

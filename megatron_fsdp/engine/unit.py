@@ -434,7 +434,6 @@ class BackwardState:
     Attributes that the user's settings determine:
         is_last: True if the next backward is the last of an optimizer step; ``set_is_last_backward``.
         is_manual: True if ``finalize_backward`` completes the gradients, and not the backward itself.
-        has_streams: True if the device of a unit has streams.
         max_packed_buffers: how many units may have packed gradients at once.
 
     Attributes that belong to one backward, from ``begin_backward`` to ``final_callback``:
@@ -461,12 +460,11 @@ class BackwardState:
         wired: without streams, the ticket of the last reduction that uses the buffer in the reduce dtype.
     """
 
-    def __init__(self, *, has_streams: bool) -> None:
+    def __init__(self, max_packed_buffers: int) -> None:
         self.is_last = True
         self.number = 0
         self.is_under_way = False
-        self.has_streams = has_streams
-        self.max_packed_buffers = 2 if self.has_streams else 1
+        self.max_packed_buffers = max_packed_buffers
         self.is_manual = self.is_unfinished = False
         self.awaited = 0
         self.active: dict[weakref.ref[Unit], None] = {}
@@ -515,9 +513,10 @@ class Root:
         self.hooks: tuple[StepHooks[Unit, Call], ...] = ()
         self.collective_hooks: tuple[StepHooks[Unit, Call], ...] = ()
         self.order: SharedOrder[Unit, Call] | None = None
-        devices = {group.spec.compute_device for unit in units for group in unit.groups}
+        # Of a model on the meta device: where its memory will be.
+        devices = {group.spec.device for unit in units for group in unit.groups}
         self.device = next((device for device in devices if turns(device) is not None), None)
-        self.backward = BackwardState(has_streams=self.device is not None)
+        self.backward = BackwardState(1 if self.device is None else 2)
         self.step_event: Event | None = None
         self.prefetch_bytes: int | None = None
         self.forward_pass = ForwardPass([])

@@ -17,7 +17,15 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.bench_gpu import TARGETS
 from benchmarks.bench_step import LLAMA_LIKE, null_rows
-from megatron_fsdp import AdamW, CPUOffloadPolicy, clip_grad_norm_, fully_shard, load_checkpoint, save_checkpoint
+from megatron_fsdp import (
+    AdamW,
+    CPUOffloadPolicy,
+    clip_grad_norm_,
+    fully_shard,
+    load_checkpoint,
+    materialize,
+    save_checkpoint,
+)
 from tests.functional.test_gpu_ranks import BF16, build, data, loss_of
 from tests.functional.test_readme import run_script
 from tests.harness import run_ranks
@@ -199,10 +207,14 @@ class Reader(nn.Module):
         return sum((self.block(each).sum() for each in tensors), torch.zeros((), device="cuda"))
 
 
-def devices_of_arguments() -> tuple[set[str], str, bool]:
-    model: Any = Reader()
+def devices_of_arguments(built_on: str) -> tuple[set[str], str, bool]:
+    with torch.device(built_on):
+        model: Any = Reader()
     for module in (model.block, model):
         fully_shard(module)
+    if built_on == "meta":
+        materialize(model)
+    assert model._fsdp_unit.root.backward.max_packed_buffers == 2, "as on any GPU"
     x, trained = torch.ones(2, 8), torch.ones(2, 8, requires_grad=True)
     output = model(Batch(x, trained), [x, x.to("cuda")], named={"a": x, "b": (x, "a word")})
     output.backward()
@@ -210,8 +222,10 @@ def devices_of_arguments() -> tuple[set[str], str, bool]:
     return model.devices, trained.grad.device.type, x.device.type == "cpu"
 
 
-def test_the_roots_arguments_are_moved_to_the_gpu() -> None:
-    ((devices, gradient, is_left),) = run_ranks(1, devices_of_arguments, backend="nccl", fresh=True, timeout=120)
+@pytest.mark.parametrize("built_on", ["cpu", "meta"])
+def test_the_roots_arguments_are_moved_to_the_gpu(built_on: str) -> None:
+    found = run_ranks(1, devices_of_arguments, built_on, backend="nccl", fresh=True, timeout=120)
+    ((devices, gradient, is_left),) = found
     assert devices == {"cuda"}
     assert gradient == "cpu"
     assert is_left

@@ -185,7 +185,7 @@ def test_transforms_of_a_sharded_tensor_are_refused(name: str) -> None:
     placed = sharded("three ranks", [torch.randn(5, 7)], make_mesh("three ranks"))[0]
     with (
         torch.no_grad(),
-        pytest.raises(NotImplementedError, match=r"\(5, 7\).*fix: give the transform p.full_tensor()"),
+        pytest.raises(NotImplementedError, match=r"\(5, 7\).*fix: give the transform p\.full_tensor\(\)"),
     ):
         TRANSFORMS[name](placed)
 

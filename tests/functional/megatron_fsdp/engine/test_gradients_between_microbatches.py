@@ -114,3 +114,17 @@ def test_a_divisor_set_between_microbatches_divides_gradients_that_wait(strategy
 def test_a_divisor_set_between_microbatches_is_refused_if_sums_are_divided(strategy: str) -> None:
     with pytest.raises(StateError, match=r"from 2 to 96.*fix: call set_gradient_divide_factor\(\) before the first"):
         divided_later(strategy, torch.float32)
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim"])
+@on_ranks(2)
+def test_a_divisor_is_not_refused_for_gradients_that_the_user_has_dropped(strategy: str) -> None:
+    model: Any = sharded(nn.Sequential(nn.Linear(3, 5)), strategy)
+    model.set_requires_gradient_sync(False)
+    model(torch.ones(2, 3)).sum().backward()
+    model.zero_grad()
+    model[0].set_gradient_divide_factor(4.0)
+    model.set_requires_gradient_sync(True)
+    model(torch.ones(2, 3)).sum().backward()
+    # Two ranks, each with two rows.
+    assert torch.equal(model[0].bias.grad.full_tensor(), torch.full((5,), 2 * 2 / 4.0))
