@@ -14,7 +14,7 @@ import torch
 from torch.cuda import _gpu_trace
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.nullcuda.machine import log_size, stream_id
+from tests.nullcuda.machine import log_size, stream_id, stream_id_of_handle
 
 ROOT = str(Path(__file__).parents[2])
 # Positions of the arguments that our kernels write. A kernel without an entry writes the first argument after its
@@ -73,7 +73,8 @@ class Record:
 @contextmanager
 def recorded() -> Iterator[Record]:
     """Record operations and allocations of the block; call it inside of ``machine.logged()``."""
-    record = Record()
+    # Later accesses to the memory of a block that is allocated already belong to that block.
+    record = Record(allocations=list(_allocated_blocks()))
     _trace_allocator()
     _SINKS.append(record)
     try:
@@ -187,6 +188,15 @@ def _launches(record: Record) -> Iterator[None]:
         finally:
             for module in users:
                 module.launch = real
+
+
+def _allocated_blocks() -> Iterator[Allocation]:
+    """Return an event for each block that the caching allocator has handed out so far."""
+    for segment in torch.cuda.memory_snapshot():
+        stream = stream_id_of_handle(segment["stream"])
+        for block in segment["blocks"]:
+            if block["state"].startswith("active"):
+                yield Allocation(log_size(), "allocated", block["address"], stream)
 
 
 _SINKS: list[Record] = []

@@ -62,7 +62,12 @@ def calls(start: int = 0) -> list[Call]:
 
 def stream_id(stream: torch.Stream) -> int:
     """Return a stream's number in the log."""
-    return int(LIBRARY.nullcuda_stream_id(stream.native_handle))  # type: ignore[attr-defined]  # not in torch's stubs
+    return stream_id_of_handle(stream.native_handle)  # type: ignore[attr-defined]  # not in torch's stubs
+
+
+def stream_id_of_handle(handle: int) -> int:
+    """Return the number in the log of the stream with this address, which CUDA calls its handle."""
+    return int(LIBRARY.nullcuda_stream_id(handle))
 
 
 @contextmanager
