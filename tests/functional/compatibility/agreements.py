@@ -177,9 +177,13 @@ def like_the_weights(layer: Any, args: tuple[torch.Tensor, ...]) -> tuple[DTenso
     return (DTensor.from_local(args[0], axes, [Replicate() if n == "tp" else Shard(0) for n in axes.mesh_dim_names]),)
 
 
-def on_a_larger_mesh(f: Run, sizes: tuple[int, ...], **axes: Any) -> None:
-    """Shard a model of DTensors over some axes of their mesh; its layers place their inputs like their weights."""
-    grid = init_device_mesh("cpu", sizes, mesh_dim_names=("outer", "dp", "tp")[-len(sizes) :])
+def on_a_larger_mesh(f: Run, sizes: dict[str, int], **axes: Any) -> None:
+    """Shard a model of DTensors over some axes of their mesh; its layers place their inputs like their weights.
+
+    Each program has axes of its own: FSDP2 refuses weights on a mesh that is equal but another object, and PyTorch's
+    cache of operators gives results the first of all equal meshes.
+    """
+    grid = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     model, dims = blocks(), f.DataParallelMeshDims(**axes)
     for layer in model.layers:
         for module in layer.modules():
@@ -385,13 +389,13 @@ PROGRAMS = {
         refuses(lambda: fully_shard(blocks(), mesh=mesh(2), dp_mesh_dims=DataParallelMeshDims()), ValueError)
     """, needs="DataParallelMeshDims"),
     "fully_shard(dp_mesh_dims=shard)": Program("""
-        on_a_larger_mesh(run, (2, 2), shard="dp")
+        on_a_larger_mesh(run, {"dp": 2, "tp": 2}, shard="dp")
     """, 4, "DataParallelMeshDims"),
     "fully_shard(dp_mesh_dims=shard and replicate)": Program("""
-        on_a_larger_mesh(run, (2, 2, 1), shard="dp", replicate="outer")
+        on_a_larger_mesh(run, {"replica": 2, "dp": 2, "tp": 1}, shard="dp", replicate="replica")
     """, 4, "DataParallelMeshDims"),
     "fully_shard(dp_mesh_dims=two to shard)": Program("""
-        on_a_larger_mesh(run, (2, 2, 1), shard=("outer", "dp"))
+        on_a_larger_mesh(run, {"outer": 2, "inner": 2, "tp": 1}, shard=("outer", "inner"))
     """, 4, "DataParallelMeshDims"),
     # FSDP2 keeps this setting in another place.
     "replicate around sharded parts": Program("""
