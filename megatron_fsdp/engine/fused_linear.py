@@ -106,7 +106,12 @@ class _ProductIntoBuffer(torch.autograd.Function):
         ctx.to_save = (input, weight if ctx.needs_input_grad[0] else None)
         ctx.handle, ctx.is_batched = handle, weight.ndim == 3
         ctx.materialize_grads = False
-        return torch.bmm(input, weight) if ctx.is_batched else functional.linear(input, weight, bias)
+        if ctx.is_batched:
+            return torch.bmm(input, weight)
+        output = functional.linear(input, weight, bias)
+        # With a bias and three axes the output is a view, and autograd forbids changing a view that a function returns
+        # in place, as models do (``x += residual``). ``data`` is the same memory, but no view.
+        return output.data if output._is_view() else output
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:

@@ -32,6 +32,7 @@ from megatron_fsdp.lifecycle.make_param_group import follow_gradients, set_divis
 from megatron_fsdp.lifecycle.param_changes import (
     InnerApply,
     KeptParametrizations,
+    apply_in_forward,
     apply_to_group,
     before_load_state_dict,
     before_state_dict,
@@ -460,6 +461,9 @@ class FSDPModule:
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         # The module's own parameters stay in their buffers; everything else is handled as in any module.
         unit = unit_of(self)
+        if unit.open_call is not None:
+            places = [place[:2] for group in unit.groups for place in group.fsdp_params.module_infos.places]
+            return apply_in_forward(places, fn, lambda: super(FSDPModule, self)._apply(fn, recurse))  # type: ignore[misc]
         _refuse_held(unit, "a conversion (to(), half(), to_empty() and the like)")
         settle(unit.root)
         unit.refuse_replaced_params()

@@ -37,8 +37,8 @@ from megatron_fsdp.lifecycle.make_param_group import (
 from megatron_fsdp.lifecycle.unwritten_buffers import allocate_buffers
 
 __all__ = [
-    "InnerApply", "KeptParametrizations", "ParamChanges", "apply_to_group", "before_load_state_dict",
-    "before_state_dict", "refuse_sharded_save",
+    "InnerApply", "KeptParametrizations", "ParamChanges", "apply_in_forward", "apply_to_group",
+    "before_load_state_dict", "before_state_dict", "refuse_sharded_save",
 ]  # fmt: skip
 
 # ---------------------------------------------------------------- conversion
@@ -82,6 +82,41 @@ def apply_to_group(
                 group.freshness.has_changed = True
 
 
+def apply_in_forward(
+    places: Sequence[tuple[dict[str, Any], str]],
+    function: Callable[[torch.Tensor], torch.Tensor],
+    apply_to_others: Callable[[], nn.Module],
+) -> nn.Module:
+    """Apply a function to everything below a module while its unit's forward runs and weights are gathered.
+
+    Models call ``self.router.to(torch.float32)`` in forward, which changes nothing if that is the dtype of compute.
+
+    Args:
+        places: of the gathered weights below the module: a module's dictionary of parameters, and the name in it.
+        apply_to_others: applies the function to everything else below the module.
+    Raises:
+        StateError: the function would change one of the gathered weights.
+    """
+    held = [(registry, name, registry[name]) for registry, name in places]
+    for _, _, weight in held:
+        with torch.no_grad():
+            found = function(weight)
+        if found is not weight:
+            raise StateError(
+                f"{handle_of(weight).words}: .to(), .float(), .cpu() or the like, called while the unit's forward "
+                f"runs, would change the gathered weight from {weight.dtype} on {weight.device} to {found.dtype} on "
+                f"{found.device}. fix: convert the module before fully_shard; MixedPrecisionPolicy(param_dtype=...) "
+                "chooses the dtype of compute, and a fully_shard of its own gives the module a policy of its own."
+            )
+    try:
+        for registry, name, _ in held:
+            registry[name] = None
+        return apply_to_others()
+    finally:
+        for registry, name, weight in held:
+            registry[name] = weight
+
+
 class InnerApply:
     """``module._apply`` of a module inside of a unit: ``.to()``, ``.cpu()``, ``.float()`` and the like.
 
@@ -106,6 +141,9 @@ class InnerApply:
         if unit is None or all(module._parameters.get(name) is None for name in self._groups):
             return apply(module, function, recurse)
         unit.refuse_replaced_params()
+        if unit.open_call is not None:
+            places = [(module._parameters, name) for name in self._groups]
+            return apply_in_forward(places, function, lambda: apply(module, function, recurse))
         unit.reshard()
         wait_for_host_reads()
         held = {name: module._parameters[name] for name in self._groups}

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -82,3 +83,55 @@ def test_a_copy_of_a_part_converts_itself() -> None:
     model = sharded(nested(), units=last)
     copied = copy.deepcopy(model[0][1])
     assert copied._apply.__self__ is copied
+
+
+class Moving(nn.Module):
+    """Moves a part of itself in forward, as the router of Switch Transformers does."""
+
+    def __init__(self, move: Callable[[Any], object]) -> None:
+        super().__init__()
+        self.move, self.router, self.inner = move, nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3))
+        self.register_buffer("scale", torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.move(self)
+        return self.inner(torch.tanh(self.router(x))) * self.scale
+
+
+def moving(move: Callable[[Any], object]) -> nn.Module:
+    return nn.Sequential(Moving(move), nn.Linear(3, 3))
+
+
+IN_FORWARD: list[Callable[[Any], object]] = [
+    lambda model: model.router.to(torch.float32), lambda model: model.inner.cpu(), lambda model: model.to("cpu"),
+    lambda model: model.inner[0].float(),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("is_unit", [True, False])
+@on_ranks(2)
+def test_a_move_in_forward_that_changes_nothing_is_allowed(is_unit: bool) -> None:
+    for move in IN_FORWARD:
+        build = partial(moving, move)
+        twins = Twins(build, units=lambda model: [model[0]] if is_unit else [])
+        twins.backward(loss=loss)
+        with torch.no_grad():
+            twins.model(torch.ones(4, 3))
+        assert twins.gradients_apart() < 1e-3
+
+
+@pytest.mark.parametrize("index", range(len(IN_FORWARD)))
+@on_ranks(2)
+def test_a_move_in_forward_that_changes_a_gathered_weight_is_refused_by_name(index: int) -> None:
+    parts: list[Callable[[Any], Any]] = [
+        lambda model: model.router, lambda model: model.inner, lambda model: model, lambda model: model.inner[0],
+    ]  # fmt: skip
+    moved, is_moving = parts[index], [True]
+    model = sharded(
+        moving(lambda part: moved(part).double() if is_moving else None),
+        units=lambda model: [model[0]],
+    )
+    with pytest.raises(StateError, match=r"unit '0': parameter '[a-z.0]*weight': .*torch\.float64.*fix:.*fully_shard"):
+        model(torch.ones(4, 3))
+    is_moving.clear()
+    model(torch.ones(4, 3)).sum().backward()

@@ -142,6 +142,29 @@ def test_inputs_of_any_number_of_dimensions_give_the_gradient(shape: tuple[int, 
     torch.testing.assert_close(receiver.view, gradient_of(layer, x.detach()))
 
 
+@pytest.mark.parametrize("shape", [(3,), (5, 3), (2, 5, 3), (2, 1, 5, 3)])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("is_contiguous", [True, False])
+def test_an_output_may_be_changed_in_place(shape: tuple[int, ...], bias: bool, is_contiguous: bool) -> None:
+    def loss(layer: nn.Linear, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        output = layer(x if is_contiguous or x.ndim < 2 else x.transpose(0, -2))
+        output += residual
+        return (nn.functional.relu(output, inplace=True) * residual).sum()
+
+    layer = fused(nn.Linear(3, 4, bias=bias))
+    receiver, plain = Receiver(layer.weight), nn.Linear(3, 4, bias=bias)
+    plain.load_state_dict(layer.state_dict())
+    x = torch.randn(shape)
+    inputs = [x.clone().requires_grad_() for _ in range(2)]
+    residuals = [torch.linspace(-1, 1, 4).requires_grad_() for _ in range(2)]
+    for each, given, residual in zip((layer, plain), inputs, residuals, strict=True):
+        loss(each, given, residual).backward()
+    assert receiver.num_products == 1
+    torch.testing.assert_close(receiver.view, plain.weight.grad)
+    torch.testing.assert_close(inputs[0].grad, inputs[1].grad)
+    torch.testing.assert_close(residuals[0].grad, residuals[1].grad)
+
+
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
 def test_layers_without_outputs_have_no_gradient_to_give() -> None:
     layer = fused(nn.Linear(3, 0, bias=False))
