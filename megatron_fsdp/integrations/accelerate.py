@@ -58,8 +58,10 @@ def accelerate_fsdp2(*, forward_order: bool = False) -> Iterator[None]:
         for each in prepared if isinstance(prepared, (list, tuple)) else (prepared,):
             if isinstance(each, nn.Module) and isinstance(each, FSDPModule) and hasattr(each, "generate"):
                 # Ranks run as many forwards as each other where transformers asks: generating, and dropping layers.
+                # torch.compile refuses modules that have only the first attribute.
                 for module in each.modules():
                     module._is_fsdp_managed_module = True  # type: ignore[assignment]
+                    module._fsdp_use_orig_params = True  # type: ignore[assignment]
                 # ``generate`` uses the root's own parameters, so it gathers them.
                 register_fsdp_forward_method(each, "generate")
             if forward_order and isinstance(each, FSDPModule):

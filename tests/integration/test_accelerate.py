@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, DynamoBackend, TorchDynamoPlugin
 from peft import PeftModel
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -108,13 +108,17 @@ def train(model: Any, optimizer: Any, ranks: range, accelerator: Accelerator | N
             optimizer.zero_grad()
 
 
-def prepare_and_train(kind: str, settings: dict[str, Any]) -> tuple[float, float, int]:
+def prepare_and_train(
+    kind: str, settings: dict[str, Any], compiler: TorchDynamoPlugin | None = None
+) -> tuple[float, float, int]:
     oracle, model = make_model(kind), make_model(kind)
     start = whole_state(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     own = torch.distributed.fsdp.fully_shard, torch.distributed.fsdp.FSDPModule
     with fsdp_on_cpu():
-        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, fsdp_plugin=plugin_of(**settings))
+        accelerator = Accelerator(
+            cpu=True, gradient_accumulation_steps=2, fsdp_plugin=plugin_of(**settings), dynamo_plugin=compiler
+        )
         with accelerate_fsdp2():
             model, optimizer = accelerator.prepare(model, optimizer)
         assert (torch.distributed.fsdp.fully_shard, torch.distributed.fsdp.FSDPModule) == own
@@ -127,7 +131,9 @@ def prepare_and_train(kind: str, settings: dict[str, Any]) -> tuple[float, float
         assert {"all_gather", "reduce_scatter"} <= kinds
         num_entries = len(accelerator.get_state_dict(model))
     train(oracle, torch.optim.AdamW(oracle.parameters(), lr=0.01), range(dist.get_world_size()))
-    found = {name.replace("_checkpoint_wrapped_module.", ""): value for name, value in whole_state(model).items()}
+    found = {
+        re.sub("_checkpoint_wrapped_module.|_orig_mod.", "", name): value for name, value in whole_state(model).items()
+    }
     return worst(found, whole_state(oracle)), worst(whole_state(oracle), start), num_entries
 
 
@@ -148,6 +154,16 @@ def test_a_prepared_model_trains_as_the_whole_one(kind: str, settings: dict[str,
     results = run_ranks(2, prepare_and_train, kind, settings)
     assert [entries for *_, entries in results] == [len(make_model(kind).state_dict()), 0]
     for apart, movement, _ in results:
+        assert apart < 2e-5
+        assert movement > 1e-2
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("by_region", [False, True], ids=["whole", "by region"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_model_that_accelerate_compiles_trains_as_the_whole_one(kind: str, by_region: bool) -> None:
+    compiler = TorchDynamoPlugin(backend=DynamoBackend.AOT_EAGER, use_regional_compilation=by_region)
+    for apart, movement, _ in run_ranks(2, prepare_and_train, kind, {}, compiler):
         assert apart < 2e-5
         assert movement > 1e-2
 
