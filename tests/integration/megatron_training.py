@@ -8,6 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _world
+
 from tests.integration.cuda_double import cuda_double
 
 # megatron.core warns at import about missing faster packages.
@@ -56,8 +59,13 @@ def megatron_processes(**options: Any) -> Iterator[None]:
         warnings.filterwarnings("ignore", module=r"megatron\.")
         # megatron.core calls functions by names that PyTorch has renamed.
         warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+        others = set(_world.pg_map)
         parallel_state.initialize_model_parallel(create_gloo_process_groups=False, **options)
+        groups = [group for group in _world.pg_map if group not in others]
         try:
             yield
         finally:
+            # It only forgets the groups, each of which has a thread.
             parallel_state.destroy_model_parallel()
+            for group in groups:
+                dist.destroy_process_group(group)
