@@ -255,6 +255,12 @@ class Unit:
         return is_in_backward() and self.reference in state.active and self.reference not in state.closed
 
     @property
+    def is_in_forward(self) -> bool:
+        """True while a forward of the unit runs, also one that a checkpoint recomputes in backward."""
+        shows_gathered = any(group.fsdp_params.module_infos.shows_gathered for group in self.groups)
+        return self.open_call is not None or (self.is_in_backward and shows_gathered)
+
+    @property
     def gathered_bytes(self) -> int:
         """The bytes that a gather of the unit allocates; weights that rest whole do not count."""
         return sum(group.gathered.nbytes for group in self.groups if not group.rests_whole)

@@ -461,7 +461,7 @@ class FSDPModule:
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         # The module's own parameters stay in their buffers; everything else is handled as in any module.
         unit = unit_of(self)
-        if unit.open_call is not None:
+        if unit.is_in_forward:
             places = [place[:2] for group in unit.groups for place in group.fsdp_params.module_infos.places]
             return apply_in_forward(places, fn, lambda: super(FSDPModule, self)._apply(fn, recurse))  # type: ignore[misc]
         _refuse_held(unit, "a conversion (to(), half(), to_empty() and the like)")

@@ -141,7 +141,7 @@ class InnerApply:
         if unit is None or all(module._parameters.get(name) is None for name in self._groups):
             return apply(module, function, recurse)
         unit.refuse_replaced_params()
-        if unit.open_call is not None:
+        if unit.is_in_forward:
             places = [(module._parameters, name) for name in self._groups]
             return apply_in_forward(places, function, lambda: apply(module, function, recurse))
         unit.reshard()

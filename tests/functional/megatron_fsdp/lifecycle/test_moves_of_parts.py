@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from megatron_fsdp import StateError
 from tests.harness import on_ranks
@@ -102,10 +103,34 @@ def moving(move: Callable[[Any], object]) -> nn.Module:
     return nn.Sequential(Moving(move), nn.Linear(3, 3))
 
 
+def recomputed(move: Callable[[Any], object]) -> nn.Module:
+    return nn.Sequential(Recomputed(Moving(move)), nn.Linear(3, 3))
+
+
 IN_FORWARD: list[Callable[[Any], object]] = [
     lambda model: model.router.to(torch.float32), lambda model: model.inner.cpu(), lambda model: model.to("cpu"),
     lambda model: model.inner[0].float(),
 ]  # fmt: skip
+
+
+class Recomputed(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+@on_ranks(2)
+def test_a_move_that_changes_nothing_is_allowed_in_a_recomputation() -> None:
+    for move in IN_FORWARD:
+        build = partial(recomputed, move)
+        for units in (lambda model: [model[0]], lambda model: [model[0].inner], lambda model: []):
+            twins = Twins(build, units=units)
+            twins.backward(loss=loss)
+            twins.backward(1, loss=loss)
+            assert twins.gradients_apart() < 1e-3
 
 
 @pytest.mark.parametrize("is_unit", [True, False])
