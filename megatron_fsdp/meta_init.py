@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import nn
+from torch.distributed.tensor.experimental import implicit_replication
 
 from dbuffer.collectives.broadcast import broadcast
 from megatron_fsdp.engine.param_group import ParameterGroup, group_of_parameter
@@ -68,7 +69,8 @@ def materialize(model: nn.Module, init_fn: Initializer | None = None) -> None:
     for module, _ in todo:
         _allocate_rest(module, device)
     note_unwritten(model, unwritten)
-    with _random_state_of_first_rank(units, device), in_full_precision(fresh), torch.no_grad():
+    # Initialisers copy tensors of their own into parameters. All ranks draw the same, so that these are replicated.
+    with _random_state_of_first_rank(units, device), in_full_precision(fresh), implicit_replication(), torch.no_grad():
         for _, initialise in todo:
             initialise()
 

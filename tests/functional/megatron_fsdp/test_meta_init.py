@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.experimental import implicit_replication
 
 from dbuffer import memory_meter
 from megatron_fsdp import (
@@ -37,7 +38,10 @@ STRATEGIES = {
 
 
 class Tagged(nn.Module):
-    """Embedding, blocks and a head tied to the embedding; a buffer, and normal, uniform and constant initialisers."""
+    """Embedding, blocks and a head tied to the embedding, and a buffer.
+
+    Initialisers are normal, uniform and constant, or make tensors of their own, as those of Mamba's decay do.
+    """
 
     table: torch.Tensor
 
@@ -45,7 +49,7 @@ class Tagged(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(11, 7, padding_idx=3)
         self.blocks = nn.ModuleList([Block(), Block(hidden=5)])
-        self.scale = nn.Parameter(torch.empty(7))
+        self.scale, self.decay = nn.Parameter(torch.empty(7)), nn.Parameter(torch.empty(7))
         self.head = nn.Linear(7, 11, bias=False)
         self.head.weight = self.embedding.weight
         self.register_buffer("table", torch.empty(7))
@@ -55,6 +59,7 @@ class Tagged(nn.Module):
         nn.init.trunc_normal_(self.scale, std=0.5)
         with torch.no_grad():
             self.table.copy_(torch.arange(7.0))
+            self.decay.copy_(torch.log(torch.arange(1.0, 8.0))).add_(torch.rand(7))
 
     reset_parameters = reset_own
 
@@ -62,7 +67,7 @@ class Tagged(nn.Module):
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x)
-        return self.head(x * self.scale + self.table.to(x.dtype))
+        return self.head(x * self.scale * self.decay + self.table.to(x.dtype))
 
 
 def blocks_of(model: Tagged) -> nn.ModuleList:
@@ -117,7 +122,8 @@ def test_to_empty_and_reset_parameters_give_the_values_of_one_process(num_ranks:
     assert all(parameter.is_meta for parameter in model.parameters())
     model.to_empty(device="cpu")
     torch.manual_seed(100)
-    reset(model)
+    with implicit_replication():
+        reset(model)
     assert differing(values_of(model), wanted) == []
 
 
