@@ -22,7 +22,7 @@ from megatron_fsdp.checks.agreement import Wrapping
 from megatron_fsdp.checks.attach import attach_root
 from megatron_fsdp.checks.unowned_params import refuse_unowned_steps
 from megatron_fsdp.engine.final_callback import settle
-from megatron_fsdp.engine.freshness import hear_of_first_steps
+from megatron_fsdp.engine.optimizer_steps import add_first_step_check
 from megatron_fsdp.engine.post_backward import share_reductions
 from megatron_fsdp.engine.unit import Unit, units_below
 from megatron_fsdp.errors import ConfigError, StateError
@@ -149,7 +149,7 @@ def put_in_place(
     convert(modules, unit)
     for group in unit.groups:
         forget_originals(group)
-    hear_of_first_steps(refuse_unowned_steps)
+    add_first_step_check(refuse_unowned_steps)
     attend_optimizers()
     _adopt_units(modules, unit)
 

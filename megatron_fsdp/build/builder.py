@@ -47,7 +47,7 @@ class GroupSpec:
         mesh: the data-parallel axes alone. placements: the strategy on these axes.
         device: of compute. dtypes: of the four copies.
         divisor: gradients are divided by this, by default the number of data-parallel ranks.
-        is_offloaded: main weights, compute weights and main gradients live in CPU memory. is_pinned: that memory is
+        is_offloaded: main weights, resting weights and main gradients live in CPU memory. is_pinned: that memory is
             page-locked, so that a GPU can read it.
         is_meta: the parameters are on the meta device: nothing is allocated before ``materialize``.
         fuses_weight_gradients: as the policy's ``fuse_weight_gradients``.
@@ -71,9 +71,9 @@ class GroupSpec:
 
     @property
     def gathers_main_weights(self) -> bool:
-        """Return whether gathers read main weights and cast them, so that the group has no separate compute weights.
+        """Return whether gathers read main weights and cast them, so that the group has no separate resting weights.
 
-        False if compute weights are unsharded in another dtype, or sharded more coarsely than main weights.
+        False if resting weights are unsharded in another dtype, or sharded more coarsely than main weights.
         """
         parameter, dtypes = self.placements.parameter, self.dtypes
         return parameter == self.placements.optimizer and (dtypes.main is dtypes.compute or Flat() in parameter)
@@ -85,7 +85,7 @@ class GroupSpec:
 
     @property
     def resting_device(self) -> torch.device:
-        """The device of main weights, compute weights and main gradients."""
+        """The device of main weights, resting weights and main gradients."""
         return torch.device("cpu") if self.is_offloaded and not self.is_meta else self.compute_device
 
 

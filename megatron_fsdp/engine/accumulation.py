@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from dbuffer import DBuffer, FlatDTensor
 from dbuffer.dtensor.autograd import is_reached, own_kind_of_grad
 from dbuffer.dtensor.placed_tensor import GradDrops, PlacedTensor, words_of
-from megatron_fsdp.engine.freshness import CHECKS
+from megatron_fsdp.engine.optimizer_steps import STEP_CHECKS
 from megatron_fsdp.engine.params import FSDPParams, own_rows
 from megatron_fsdp.engine.passes import clear_grads, grads_of, hooks_of, set_grads
 from megatron_fsdp.engine.streams import compute_of
@@ -189,14 +189,14 @@ class GradBinding:
             me, indices = weakref.ref(self), range(len(self.parameters))
             self._pending = [PendingGradient.of(me, index) for index in indices]
         if not under_way.is_pending:
-            CHECKS.append(refuse_pending)
+            STEP_CHECKS.append(refuse_pending)
             under_way.is_pending = True
         for parameter, pending, is_wanted in zip(self.parameters, self._pending, under_way.wanted, strict=True):
             if is_wanted:
                 parameter.pending_grad = pending  # type: ignore[attr-defined]  # a PlacedTensor's
 
     def _end_pending(self, under_way: Accumulation) -> None:
-        CHECKS.remove(refuse_pending)
+        STEP_CHECKS.remove(refuse_pending)
         under_way.is_pending = False
         for parameter in self.parameters:
             parameter.pending_grad = None  # type: ignore[attr-defined]  # a PlacedTensor's

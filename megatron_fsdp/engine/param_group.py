@@ -30,12 +30,13 @@ from dbuffer.storage import FlatStorage
 from dbuffer_kernels import cast_copy
 from megatron_fsdp.build.builder import GroupSpec
 from megatron_fsdp.build.ownership import OwnedParameter
-from megatron_fsdp.engine.freshness import CHECKS, Freshness, check_optimizers_again
+from megatron_fsdp.engine.freshness import Freshness
 from megatron_fsdp.engine.grads import GradientBuffer
+from megatron_fsdp.engine.optimizer_steps import repeat_first_step_checks
 from megatron_fsdp.engine.params import FSDPParams
 from megatron_fsdp.engine.reduce import ReduceFunction
 from megatron_fsdp.engine.split_main_params import Remainder
-from megatron_fsdp.engine.streams import HOST_READS, Ticket, lane, wait_for_host_reads
+from megatron_fsdp.engine.streams import Ticket, expect_host_read, lane
 from megatron_fsdp.engine.unsharded_param import GatheredWeight
 from megatron_fsdp.errors import ConfigError, StateError
 
@@ -72,9 +73,7 @@ def start_gathers(groups: Sequence[ParameterGroup], *, check: bool, owner: int =
     for group in groups:
         generation = group.freshness.generation + (group in stale)
         if group.spec.is_offloaded:
-            if wait_for_host_reads not in CHECKS:
-                CHECKS.append(wait_for_host_reads)
-            HOST_READS.add(group.spec.device)
+            expect_host_read(group.spec.device)
         group.freshness.gathered_generation = generation
         if not group.rests_whole:
             weights.append(group.weights)
@@ -126,7 +125,7 @@ def _find_stale(groups: Sequence[ParameterGroup]) -> list[ParameterGroup]:
         has_changed = group.freshness.notice_changes()
         if not group.weights.has_copy:
             # Gathers read main weights directly.
-            group.freshness.refreshed()
+            group.freshness.mark_refreshed()
             continue
         # A change through .data of the local part, or by a user's kernel, is not counted. So a refresh without
         # communication is done before every forward, and any refresh before every forward in evaluation.
@@ -159,9 +158,9 @@ def _refresh(groups: Sequence[ParameterGroup]) -> None:
         # With shared memory the gather also writes main weights, with the same values.
         share_memory = [group for group in groups if group.weights.end_refresh()]
     for group in groups:
-        group.freshness.refreshed()
+        group.freshness.mark_refreshed()
     for group in share_memory:
-        group.freshness.look_again()
+        group.freshness.resynchronize()
     for group in groups if listeners else ():
         tell("refreshed", group)
 
@@ -288,7 +287,7 @@ class WeightBuffers:
         else:
             self.model = self._buffer(resting, dtypes.compute, spec.resting_device)
             if dtypes.main is dtypes.compute:
-                # The optimizer's shard is a slice of the compute weights, not a second copy.
+                # The optimizer's shard is a slice of the resting weights, not a second copy.
                 self.main = self.model.slice_view(stepped)
             else:
                 self.main = self._buffer(stepped, dtypes.main, spec.resting_device)
@@ -518,7 +517,7 @@ def note_group(parameter: torch.Tensor, group: ParameterGroup) -> None:
     """Record the group of a sharded parameter for ``group_of_parameter``."""
     _GROUPS[parameter] = weakref.ref(group)
     _STEPPED.clear()
-    check_optimizers_again()
+    repeat_first_step_checks()
 
 
 def groups_stepped_by(optimizer: Optimizer) -> list[ParameterGroup]:
@@ -548,7 +547,7 @@ class ParameterGroup:
         rests_whole: every rank has the whole resting weights, so nothing is gathered.
         is_meta: nothing is allocated yet, because the parameters were on the meta device.
         is_writable: gathered weights may be changed, inside ``unsharded(model, writeback=True)``.
-        freshness: the age of the compute weights.
+        freshness: the age of the resting and the gathered weights.
         reduce_hook, reduce_function: see ``set_reduction``.
         gradient_weight: this rank's gradients are multiplied by it (``GradientBuffer.weigh``).
     """

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from dbuffer.collectives.waits import wait_for
 from dbuffer.events import listeners, tell
 from dbuffer_kernels.switches import is_off
-from megatron_fsdp.engine.freshness import CHECKS
+from megatron_fsdp.engine.optimizer_steps import STEP_CHECKS
 
 __all__ = [
     "COMPUTES",
@@ -36,6 +36,7 @@ __all__ = [
     "compute_of",
     "drive_with",
     "end_of_compute",
+    "expect_host_read",
     "forget_unused_streams",
     "is_capturing",
     "join_captured",
@@ -189,7 +190,7 @@ class Turns:
 
 
 COMPUTES: dict[torch.device, Compute] = {}
-LANES: dict[tuple[str, torch.device], Any] = {}
+LANES: dict[tuple[str, torch.device], Lane] = {}
 """The process's lanes, by name and device (``lane``)."""
 LATEST: list[Any] = []
 """The event after the last submission to any lane of a device; empty if there was none."""
@@ -451,8 +452,7 @@ def lane(name: str, device: torch.device) -> Lane:
     key = (name, device)
     if key not in LANES:
         LANES[key] = Lane(name, compute_of(device))
-    found: Lane = LANES[key]
-    return found
+    return LANES[key]
 
 
 def join_lanes() -> None:
@@ -540,20 +540,21 @@ class CallerStreams:
                 stream.wait_event(self._landed)
 
 
+# ---------------------------------------------------------------- weights and gradients in CPU memory (offload)
+
+
 HOST_READS: set[torch.device] = set()
 """Devices whose gathers may still read main weights in CPU memory; ``wait_for_host_reads`` waits for them."""
-
 
 HOST_WRITES: set[torch.device] = set()
 """Devices whose reductions may still write ``main_grad`` in CPU memory; ``wait_for_host_writes`` waits for them."""
 
 
-def wait_for_host_writes() -> None:
-    """Block the host until reductions have written ``main_grad`` in CPU memory, once for all units."""
-    while HOST_WRITES:
-        reductions = LANES.get(("reduce", HOST_WRITES.pop()))
-        if reductions is not None:
-            reductions.synchronize()
+def expect_host_read(device: torch.device) -> None:
+    """Record that a gather reads main weights in CPU memory, so that the next optimizer step waits for it."""
+    HOST_READS.add(device)
+    if wait_for_host_reads not in STEP_CHECKS:
+        STEP_CHECKS.append(wait_for_host_reads)
 
 
 def wait_for_host_reads(_: object = None) -> None:
@@ -562,5 +563,13 @@ def wait_for_host_reads(_: object = None) -> None:
         gathers = LANES.get(("gather", HOST_READS.pop()))
         if gathers is not None:
             gathers.synchronize()
-    if wait_for_host_reads in CHECKS:
-        CHECKS.remove(wait_for_host_reads)
+    if wait_for_host_reads in STEP_CHECKS:
+        STEP_CHECKS.remove(wait_for_host_reads)
+
+
+def wait_for_host_writes() -> None:
+    """Block the host until reductions have written ``main_grad`` in CPU memory, once for all units."""
+    while HOST_WRITES:
+        reductions = LANES.get(("reduce", HOST_WRITES.pop()))
+        if reductions is not None:
+            reductions.synchronize()

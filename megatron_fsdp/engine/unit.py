@@ -318,7 +318,7 @@ class Unit:
         try:
             self.gather_ticket = start_gathers(self.groups, check=check, owner=id(self))
         except RuntimeError as error:
-            # On a CPU the host waits for weights at rest that a step has changed.
+            # On a CPU the host waits for the refresh of resting weights that a step has changed.
             AgreementError.raise_for(self.name, "the gather of its weights", error)
         # Last: after an error above (an interrupt, out of memory) the unit must not look gathered.
         self.weight_state = WeightState.GATHERING

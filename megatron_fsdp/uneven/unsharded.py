@@ -15,7 +15,7 @@ from dbuffer_kernels import checksum
 from megatron_fsdp.build.ownership import owned_name
 from megatron_fsdp.checks.agreement import mesh_ranks
 from megatron_fsdp.checks.rendezvous import meet, report_failure
-from megatron_fsdp.engine.freshness import CHECKS
+from megatron_fsdp.engine.optimizer_steps import STEP_CHECKS
 from megatron_fsdp.engine.param_group import ParameterGroup, group_of_parameter
 from megatron_fsdp.engine.streams import wait_for_host_reads
 from megatron_fsdp.engine.unit import Unit, WeightState, is_in_backward, units_below
@@ -192,8 +192,8 @@ def _follow_blocks(units: Sequence[Unit]) -> None:
         unit.num_holds = len(around)
         for group in unit.groups:
             group.is_writable = any(block.writeback for block in around)
-    if bool(_BLOCKS) is not (_refuse_step in CHECKS):
-        (CHECKS.append if _BLOCKS else CHECKS.remove)(_refuse_step)
+    if bool(_BLOCKS) is not (_refuse_step in STEP_CHECKS):
+        (STEP_CHECKS.append if _BLOCKS else STEP_CHECKS.remove)(_refuse_step)
 
 
 def _release(chosen: Sequence[Unit], kept: set[int], *, is_raising: bool = False) -> None:
