@@ -17,13 +17,13 @@ from megatron_fsdp.build.builder import GranularityChoice, Wishes, plan_groups
 from megatron_fsdp.build.no_shard import is_no_shard
 from megatron_fsdp.build.ownership import OwnedParameter, collect_parameters, leave_alone
 from megatron_fsdp.build.shared_memory import refuse_shared_memory
-from megatron_fsdp.checks.added_params import make_tree
+from megatron_fsdp.checks.added_params import watch_tree
 from megatron_fsdp.checks.agreement import Wrapping
 from megatron_fsdp.checks.attach import attach_root
 from megatron_fsdp.checks.unowned_params import refuse_unowned_steps
-from megatron_fsdp.engine.final_callback import settle
 from megatron_fsdp.engine.optimizer_steps import add_first_step_check
 from megatron_fsdp.engine.post_backward import share_reductions
+from megatron_fsdp.engine.recovery import settle
 from megatron_fsdp.engine.unit import Unit, units_below
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.installation import check_torch
@@ -145,7 +145,8 @@ def put_in_place(
     """Attach a new unit to its modules, replace their parameters and make it the root of the units below."""
     reshard_to(unit, reshard_after_forward)
     leave_alone(modules, ignored)
-    unit.trees = {id(each): make_tree(each, {id(parameter) for parameter in ignored}) for each in modules}
+    for each in modules:
+        watch_tree(each, {id(parameter) for parameter in ignored})
     convert(modules, unit)
     for group in unit.groups:
         forget_originals(group)

@@ -16,8 +16,8 @@ from torch._compile import _disable_dynamo
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from megatron_fsdp.engine.backward import leave_call, pre_backward, pre_recomputation
-from megatron_fsdp.engine.final_callback import recover
 from megatron_fsdp.engine.outputs import map_tensors, watch_inputs, watch_output, without_weights
+from megatron_fsdp.engine.recovery import recover
 from megatron_fsdp.engine.streams import (
     HOST_READS,
     forget_unused_streams,

@@ -21,7 +21,6 @@ from dbuffer.errors import MeshError
 from dbuffer.events import listeners, tell
 from megatron_fsdp.engine.grads import GradientBuffer, LanePacker
 from megatron_fsdp.engine.hooks import SharedOrder, StepHooks, sees_collectives
-from megatron_fsdp.engine.module_tree import ModuleTree
 from megatron_fsdp.engine.param_group import ParameterGroup, start_gathers
 from megatron_fsdp.engine.streams import Event, Ticket, turns
 from megatron_fsdp.engine.unsharded_param import refuse_change
@@ -202,7 +201,6 @@ class Unit:
         inner: the units inside of this unit, which were made before it.
         pending_calls: weak references to the calls that a backward may still enter, the oldest first.
         open_call: the call that runs, or None. pending_modules: the ids of the modules that have still to run in it.
-        trees: for each module of the unit, by its id, the modules and parameters below it.
     """
 
     root: Root
@@ -216,7 +214,6 @@ class Unit:
         self.modules = [weakref.ref(module) for module in modules]
         self.set_groups(groups)
         self.module_ids = frozenset(map(id, modules))
-        self.trees: dict[int, ModuleTree] = {}
         self.inner: list[weakref.ref[Unit]] = []
         self.slots = SlotChoice()
         self.reshard_after_forward: bool | None = None
@@ -437,7 +434,6 @@ class BackwardState:
         max_packed_buffers: how many units may have packed gradients at once.
 
     Attributes that belong to one backward, from ``begin_backward`` to ``final_callback``:
-        is_under_way: True during a backward.
         ending: a weak reference to the callback that autograd calls at the end; None outside of a backward. The
             callback dies with a backward that raises.
         task: autograd's number for the graph that the backward began with.
@@ -463,7 +459,6 @@ class BackwardState:
     def __init__(self, max_packed_buffers: int) -> None:
         self.is_last = True
         self.number = 0
-        self.is_under_way = False
         self.max_packed_buffers = max_packed_buffers
         self.is_manual = self.is_unfinished = False
         self.awaited = 0
@@ -560,6 +555,10 @@ class Root:
     def units(self) -> list[Unit]:
         """Return the units in the registration order of the root's modules."""
         return alive(self._units)
+
+    def gradient_buffers(self) -> list[GradientBuffer]:
+        """Return the gradient buffers of all units."""
+        return [buffer for unit in self.units() for buffer in unit.gradient_buffers]
 
     def prefetch(self, units: Sequence[Unit], *, check: bool) -> None:
         """Issue gathers ahead of use, in this order.

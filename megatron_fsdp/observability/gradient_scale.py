@@ -23,9 +23,9 @@ from dbuffer.events import listen
 from dbuffer.mesh import MeshAxis
 from megatron_fsdp.api import microbatch
 from megatron_fsdp.checkpoint.random_state import random_state, restore_random_state
-from megatron_fsdp.engine.final_callback import reset
 from megatron_fsdp.engine.grads import GradientBuffer
 from megatron_fsdp.engine.param_group import ParameterGroup
+from megatron_fsdp.engine.recovery import reset
 from megatron_fsdp.engine.unit import units_below
 from megatron_fsdp.errors import ConfigError, GradientScaleError, StateError
 from megatron_fsdp.lifecycle.make_param_group import follow_requires_grad, leave_taken_gradients

@@ -17,8 +17,7 @@ import torch
 from torch import nn
 
 from dbuffer.dtensor.placed_tensor import FLAGS_SET
-from megatron_fsdp.engine.backward import pre_backward
-from megatron_fsdp.engine.final_callback import update_requires_grad
+from megatron_fsdp.engine.backward import pre_backward, update_requires_grad
 from megatron_fsdp.engine.outputs import map_tensors, watch_output
 from megatron_fsdp.engine.post_backward import leave_unit, post_backward
 from megatron_fsdp.engine.unit import Call, ForwardPass, Root, Unit, WeightState, alive, units_below

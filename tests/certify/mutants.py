@@ -30,6 +30,8 @@ MODULES = (
     "megatron_fsdp.engine.post_backward",
     "megatron_fsdp.engine.last_reduction",
     "megatron_fsdp.engine.final_callback",
+    "megatron_fsdp.engine.recovery",
+    "megatron_fsdp.engine.finalize_backward",
     "megatron_fsdp.engine.unit",
     "megatron_fsdp.engine.param_group",
     "megatron_fsdp.lifecycle.make_param_group",
@@ -108,7 +110,7 @@ EQUIVALENT: dict[str, str] = {
     "UnitGradientListener.begin_gradients: without `drain(root, state.max_packed_buffers - 1)`": (
         "it bounds memory; the end of the backward waits for the same reductions"
     ),
-    "_complete: `drain(root, 0)` at the end of its block": (
+    "reduce_and_show: `drain(root, 0)` at the end of its block": (
         "compute has joined the lanes before anything reads what they reduced"
     ),
     "finish_last: without `ticket.wait()`": ("compute joins the lanes right after; on a CPU the host has to wait"),
