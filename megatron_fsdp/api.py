@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard
 
 from dbuffer import PlacementError
 from dbuffer.mesh import make_groups, mesh_axes
-from megatron_fsdp.build.builder import GranularityChoice, Wishes, plan_groups
+from megatron_fsdp.build.builder import GranularityChoice, GroupOptions, plan_groups
 from megatron_fsdp.build.no_shard import is_no_shard
 from megatron_fsdp.build.ownership import OwnedParameter, collect_parameters, leave_alone
 from megatron_fsdp.build.shared_memory import refuse_shared_memory
@@ -122,7 +122,7 @@ def fully_shard(
         warn_of_one_queue(target.mesh)
         # Do not change the module before all ranks have passed the checks.
         buffers = _moved_buffers(modules, buffer_device(target.mesh), owned)
-        plans = plan_groups(owned, Wishes(target, policy, offload, grad_divisor, granularity))
+        plans = plan_groups(owned, GroupOptions(target, policy, offload, grad_divisor, granularity))
         groups = [make_param_group(each.owned, each.plan, each.spec, name) for each in plans]
         unit = make_unit(name, modules, groups, policy)
         check_reshard(unit, reshard_after_forward)

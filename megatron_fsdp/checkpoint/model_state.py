@@ -69,7 +69,7 @@ def view_model(model: nn.Module) -> ModelView:
         if isinstance(refusal := vars(module).get("checkpoint_refusal"), str):
             raise CheckpointError(refusal)
     for unit in units_below(unwrapped(model)):
-        unit.refuse_replaced_params()
+        unit.check_replaced_params()
     tensors: dict[str, torch.Tensor] = {}
     extra: dict[str, Any] = {}
     for name, value in get_model_state_dict(model).items():

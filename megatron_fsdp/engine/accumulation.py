@@ -52,17 +52,17 @@ class Accumulation:
     The arrays have one byte per parameter, 0 or 1.
 
     Attributes:
-        wanted: the parameters that the sum covers: trained ones, and those that had a ``.grad``.
+        covered: the parameters that the sum covers: trained ones, and those that had a ``.grad``.
         missing: the trained parameters without a gradient so far (``checks/missing_gradients.py``).
         had: the parameters that had a ``.grad`` before the sum began.
         carry: an earlier part of the sum that ``complete`` adds, copied from ``main_grad`` before that is overwritten.
         is_pending: ``.grad`` of the covered parameters shows a ``PendingGradient``.
     """
 
-    __slots__ = ("carry", "had", "is_in_main_grad", "is_incomplete", "is_pending", "missing", "wanted")
+    __slots__ = ("carry", "covered", "had", "is_in_main_grad", "is_incomplete", "is_pending", "missing")
 
     def __init__(self, trained: bytearray, had: bytearray) -> None:
-        self.wanted = _either(trained, had) if 1 in had else bytearray(trained)
+        self.covered = _either(trained, had) if 1 in had else bytearray(trained)
         self.missing = bytearray(trained)
         self.had = had
         self.carry: torch.Tensor | None = None
@@ -71,8 +71,8 @@ class Accumulation:
     def include(self, trained: Sequence[int]) -> None:
         """Cover the parameters that were unfrozen since the sum began."""
         for index, is_trained in enumerate(trained):
-            if is_trained and not self.wanted[index]:
-                self.missing[index] = self.wanted[index] = 1
+            if is_trained and not self.covered[index]:
+                self.missing[index] = self.covered[index] = 1
 
 
 class GradBinding:
@@ -170,7 +170,7 @@ class GradBinding:
             self.fsdp_params.wrap(index, self.final.get_dtensor(index, is_view=True)) for index in indices
         ]
         self._tell_owners()
-        self.memory.count_users_of(self._gradients)
+        self.memory.count_references_to(self._gradients)
 
     def _tell_owners(self) -> None:
         # A separate function, because a local variable would count as a reference to a gradient.
@@ -191,8 +191,8 @@ class GradBinding:
         if not under_way.is_pending:
             STEP_CHECKS.append(refuse_pending)
             under_way.is_pending = True
-        for parameter, pending, is_wanted in zip(self.parameters, self._pending, under_way.wanted, strict=True):
-            if is_wanted:
+        for parameter, pending, is_covered in zip(self.parameters, self._pending, under_way.covered, strict=True):
+            if is_covered:
                 parameter.pending_grad = pending  # type: ignore[attr-defined]  # a PlacedTensor's
 
     def _end_pending(self, under_way: Accumulation) -> None:
@@ -213,7 +213,7 @@ class GradBinding:
         for index, gradient in enumerate(grads_of(self.parameters)):
             if gradient is not None:
                 # Set by autograd or by the user while the sum was under way, or before it began.
-                under_way.wanted[index] = under_way.had[index] = 1
+                under_way.covered[index] = under_way.had[index] = 1
                 rows = own_rows(self.fsdp_params, index, gradient)
                 self.final.get_local_tensor(index).view(-1).add_(rows.reshape(-1))
 
@@ -250,7 +250,7 @@ class GradBinding:
         wanted = bytearray(self.trained)
         if 0 in wanted:
             # A parameter that was frozen since the sum began shows the gradients accumulated before.
-            wanted = _either(self.trained, under_way.wanted)
+            wanted = _either(self.trained, under_way.covered)
         for index, is_missing in enumerate(under_way.missing):
             if is_missing:
                 # Nothing was accumulated, so no hook is called.
@@ -292,11 +292,11 @@ class GradBinding:
         if under_way is None:
             return False
         kept = self._shows_pending()
-        if 1 not in [is_kept for is_kept, is_wanted in zip(kept, under_way.wanted, strict=True) if is_wanted]:
+        if 1 not in [is_kept for is_kept, is_covered in zip(kept, under_way.covered, strict=True) if is_covered]:
             return True
         if under_way.is_incomplete:
             raise StateError(self.describe(kept.index(1)))
-        dropped = [int(is_wanted > is_kept) for is_wanted, is_kept in zip(under_way.wanted, kept, strict=True)]
+        dropped = [int(is_covered > is_kept) for is_covered, is_kept in zip(under_way.covered, kept, strict=True)]
         if 1 in dropped:
             first, other = (self.fsdp_params.owned[each.index(1)].name for each in (dropped, kept))
             raise StateError(
@@ -394,20 +394,20 @@ class GradBinding:
             rows = None if gradient is None else own_rows(self.fsdp_params, index, gradient)
             if rows is not None and rows.data_ptr() == mine.data_ptr():
                 continue
-            if self._gradients and self.memory.is_kept(index):
-                self._leave(index)
+            if self._gradients and self.memory.is_gradient_held(index):
+                self._detach_held(index)
             if rows is None:
                 mine.zero_()
             else:
                 mine.view(-1).copy_(rows.reshape(-1))
 
-    def _leave(self, index: int) -> None:
-        """Give the gradient that the user keeps memory of its own; later sums of the parameter show another tensor."""
+    def _detach_held(self, index: int) -> None:
+        """Copy a gradient that the user holds to memory of its own; later sums of the parameter show another tensor."""
         local = self._gradients[index]._local_tensor
         local.data = local.clone()
         self._gradients[index] = self.fsdp_params.wrap(index, self.final.get_dtensor(index, is_view=True))
         self._tell_owners()
-        self.memory.replace_user(index, self._gradients)
+        self.memory.replace_gradient(index, self._gradients)
 
     def scale(self, factor: torch.Tensor | float) -> None:
         """Multiply the gradients that ``final_gradients`` returned, and the user's own tensors that lie elsewhere."""
@@ -535,17 +535,17 @@ class GradMemory:
     Attributes:
         keeps: the memory stays allocated without gradients too.
         is_captured: a graph writes to the memory whenever it is replayed, so it stays whatever the user keeps.
-        is_taken: ``release_unless_held`` found that the user has a tensor that lies in the memory.
+        is_held: ``release_unless_held`` found that the user holds a tensor that lies in the memory.
         gaps: views of the padding, which no gradient is written to and which stays zero.
     """
 
     def __init__(self, main_grad: DBuffer, drops: GradDrops, *, is_sent_last: bool) -> None:
         self._drops = drops
-        self.keeps = self.is_captured = self.is_taken = False
+        self.keeps = self.is_captured = self.is_held = False
         self.gaps: Sequence[torch.Tensor] = ()
         self.is_sent_last = is_sent_last
         self._main_grad, self._compute = main_grad, compute_of(main_grad.device)
-        self._users: list[torch.Tensor] = []
+        self._counted: list[torch.Tensor] = []
         self._references: tuple[int, ...] = ()
 
     def allocate(self) -> bool:
@@ -564,37 +564,37 @@ class GradMemory:
         return True
 
     def release_unless_held(self) -> bool:
-        """Release the memory unless it is to stay or the user has a tensor in it; return whether it was released."""
+        """Release the memory unless it is to stay or the user holds a tensor in it; return whether it was released."""
         storage = self._main_grad.storage
         if self.is_captured or not storage.is_allocated or not storage.nbytes:
             return False
-        self.is_taken = bool(self._references) and self._is_held()
-        if self.is_taken or self.keeps:
+        self.is_held = bool(self._references) and self._find_held()
+        if self.is_held or self.keeps:
             return False
         storage.release()
         return True
 
-    def count_users_of(self, gradients: Sequence[DTensor]) -> None:
+    def count_references_to(self, gradients: Sequence[DTensor]) -> None:
         """Count the references to the tensors that ``.grad`` will show, before a user can have any."""
-        self._users = [*gradients, *[gradient._local_tensor for gradient in gradients]]
+        self._counted = [*gradients, *[gradient._local_tensor for gradient in gradients]]
         self._references = self._count_references()
 
-    def is_kept(self, index: int) -> bool:
-        """Return whether the user has the gradient that was counted under ``index``, or its local tensor."""
+    def is_gradient_held(self, index: int) -> bool:
+        """Return whether the user holds the gradient of parameter ``index``, or its local tensor."""
         found = self._count_references()
         return any(found[place] != self._references[place] for place in self._places(index))
 
-    def replace_user(self, index: int, gradients: Sequence[DTensor]) -> None:
-        """Count the new gradient under ``index`` from now on, of which the user has no reference yet."""
+    def replace_gradient(self, index: int, gradients: Sequence[DTensor]) -> None:
+        """Count references to the new gradient of parameter ``index``, to which the user has none yet."""
         both = (gradients[index], gradients[index]._local_tensor)
         for place, tensor in zip(self._places(index), both, strict=True):
-            self._users[place - 1] = tensor
+            self._counted[place - 1] = tensor
 
     def _places(self, index: int) -> tuple[int, int]:
-        return 1 + index, 1 + index + len(self._users) // 2
+        return 1 + index, 1 + index + len(self._counted) // 2
 
-    def _is_held(self) -> bool:
-        """Return whether the user has a tensor that lies in the memory."""
+    def _find_held(self) -> bool:
+        """Return whether the user holds a tensor that lies in the memory."""
         found = self._count_references()
         looks = _LOOKS if self.is_sent_last and self._main_grad.device.type == "cpu" else 0
         for _ in range(looks):
@@ -609,7 +609,7 @@ class GradMemory:
     def _count_references(self) -> tuple[int, ...]:
         """Return how many tensors lie in the memory, and the number of references to each that ``.grad`` shows."""
         storage = self._main_grad.storage.tensor.untyped_storage()
-        return torch._C._storage_Use_Count(storage._cdata), *map(sys.getrefcount, self._users)
+        return torch._C._storage_Use_Count(storage._cdata), *map(sys.getrefcount, self._counted)
 
 
 class PendingGradient(torch.Tensor):

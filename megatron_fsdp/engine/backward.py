@@ -40,7 +40,7 @@ def begin_backward(root: Root) -> None:
     state.task = task_id()
     state.ending = _queue_final_callback(root)
     discard_dropped_sums(root)
-    _leave_taken_gradients(root)
+    _replace_held_gradients(root)
     if state.num_flags_set != FLAGS_SET.number:
         update_requires_grad(root)
 
@@ -57,13 +57,13 @@ def _queue_final_callback(root: Root) -> weakref.ref[functools.partial[None]]:
     return weakref.ref(ending, functools.partial(mark_raised, weakref.ref(root)))
 
 
-def _leave_taken_gradients(root: Root) -> None:
+def _replace_held_gradients(root: Root) -> None:
     """Let groups take other memory for gradients if the user keeps earlier ones: ``zero_grad`` came after forward."""
     for unit in root.units():
         for group in unit.groups:
-            if group.gradient_buffer is not None and group.gradient_buffer.binding.memory.is_taken:
+            if group.gradient_buffer is not None and group.gradient_buffer.binding.memory.is_held:
                 for hook in root.hooks:
-                    hook.on_gradients_taken(unit, group)
+                    hook.on_main_grad_held(unit, group)
 
 
 def update_requires_grad(root: Root) -> None:
@@ -210,7 +210,7 @@ def pre_recomputation(unit: Unit, module: nn.Module) -> None:
             state.repeated[unit.reference] = unit.open_call
             # After a checkpoint that is not reentrant, the first call is the one in the graph.
             unit.open_call.is_due = not unit.calls_to_come(state.number)
-        unit.refuse_replaced_params()
+        unit.check_replaced_params()
     state.active[unit.reference] = None
     if has_changed:
         unit.reshard()
@@ -232,11 +232,11 @@ class UnitGradientListener:
         self.owner = id(unit)
         self.unit = unit.reference
 
-    def count_gradients(self) -> None:
+    def count_trained(self) -> None:
         """Count the unit's gradients again, because a parameter was frozen."""
         unit = self.unit()
         if unit is not None:
-            unit.count_gradients()
+            unit.count_trained()
 
     def begin_gradients(self, *, allocates: bool, has_come: bool) -> int:
         """Prepare for the gradients of one of the unit's groups.

@@ -45,7 +45,7 @@ class GradientListener(Protocol):
 
     owner: int
 
-    def count_gradients(self) -> None:
+    def count_trained(self) -> None:
         """Count the unit's gradients again, because a parameter was frozen."""
 
     def begin_gradients(self, *, allocates: bool, has_come: bool) -> int:
@@ -100,7 +100,7 @@ class GradientBuffer:
     takes_products: bool
     _copies = False
     # One byte per parameter, 1 to pack its gradient: if it is trained and this rank's weight is not 0 (``weigh``).
-    _wanted: bytes | bytearray
+    _packs: bytes | bytearray
     _own_scale = _weight = 1.0
 
     def __init__(
@@ -133,7 +133,6 @@ class GradientBuffer:
         self._turns = turns(self._device, fsdp_params.last_turn)
         self._lane_packer = packer
         self._choose_packer()
-        self._trained = self.binding.trained
         if self.rests_partial:
             self.binding.memory.gaps = self._gaps
         else:
@@ -183,13 +182,13 @@ class GradientBuffer:
             self._turns.take(self._pack_late)
         if not self._begun.is_set:
             self._begin(has_come=True)
-        if self._is_late[index] and self._wanted[index]:
+        if self._is_late[index] and self._packs[index]:
             _set_grad(parameter, gradient)
         else:
             self._pack(index, gradient)
 
     def _pack(self, index: int, gradient: torch.Tensor) -> None:
-        if not self._wanted[index]:
+        if not self._packs[index]:
             return
         if self._copies and not self._filled[index] and gradient.layout is _STRIDED:
             self._views[index].copy_(gradient)
@@ -214,7 +213,7 @@ class GradientBuffer:
             self._copies
             and len(found) == len(gradients)
             and not any(map(self._filled.__getitem__, indices))
-            and all(map(self._wanted.__getitem__, indices))
+            and all(map(self._packs.__getitem__, indices))
             and set(map(_get_layout, found)) == {_STRIDED}
         ):
             torch._foreach_copy_(self._late_views, found)
@@ -241,7 +240,7 @@ class GradientBuffer:
             self._turns.take(self._pack_late)
         if not self._begun.is_set:
             self._begin(has_come=True)
-        if self._wanted[index]:
+        if self._packs[index]:
             view = self._views[index]
             if self._copies and not self._filled[index] and left.dtype is view.dtype and left.ndim == 2:
                 torch.mm(left, right, out=view)
@@ -261,10 +260,10 @@ class GradientBuffer:
         """
         listener = self.listener
         for index in self._fsdp_params.freeze():
-            self._trained[index] = 0
+            self.binding.trained[index] = 0
             if listener is not None:
-                listener.count_gradients()
-        if 1 not in self._trained:
+                listener.count_trained()
+        if 1 not in self.binding.trained:
             return False
         if listener is not None:
             allocates = not self.packed.storage.is_allocated
@@ -515,7 +514,7 @@ class GradientBuffer:
             weight: 0 drops the gradients, and this rank reduces zeros.
         """
         self._weight = weight
-        self._wanted = self.binding.trained if weight else bytes(len(self._views))
+        self._packs = self.binding.trained if weight else bytes(len(self._views))
         self.pack_scale = self._own_scale * (weight or 1.0)
         self.takes_products = math.frexp(self.pack_scale)[0] == 0.5
 

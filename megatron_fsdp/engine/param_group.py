@@ -77,8 +77,8 @@ def start_gathers(groups: Sequence[ParameterGroup], *, check: bool, owner: int =
         group.freshness.gathered_generation = generation
         if not group.rests_whole:
             weights.append(group.weights)
-            if group.weights.hooks is not None:
-                then = functools.partial(_land, weights)
+            if group.weights.gather_hooks is not None:
+                then = functools.partial(_post_all_gather, weights)
         part = group.weights.post_forward
         if part is not None:
             group.weights.is_from_part = part.holds(generation)
@@ -101,10 +101,10 @@ def _gather(stale: Sequence[ParameterGroup], weights: Sequence[WeightBuffers], w
 
 
 @torch.no_grad()
-def _land(weights: Sequence[WeightBuffers]) -> None:
+def _post_all_gather(weights: Sequence[WeightBuffers]) -> None:
     """Make weights from gathered bytes, on the gather lane; an interrupted call may be repeated."""
     for each in weights:
-        hooks = each.hooks
+        hooks = each.gather_hooks
         if hooks is not None and hooks.has_arrived:
             hooks.post_all_gather()
             hooks.has_arrived = False
@@ -277,7 +277,7 @@ class WeightBuffers:
     _route: Route | None = None
 
     def __init__(self, plan: Plan, spec: GroupSpec, name: str, *, hooks: GatherHooks | None = None) -> None:
-        self._spec, self._plan, self.hooks = spec, plan, hooks
+        self._spec, self._plan, self.gather_hooks = spec, plan, hooks
         placements, dtypes = spec.placements, spec.dtypes
         resting, stepped = placements.parameter, placements.optimizer
         whole: tuple[BufferPlacement, ...] = (Replicate(),) * len(resting)
@@ -341,7 +341,7 @@ class WeightBuffers:
         A gather of more than one collective is issued here.
         """
         self.gathered.storage.reallocate()
-        hooks = self.hooks
+        hooks = self.gather_hooks
         if self.is_from_part and self.post_forward is not None:
             if hooks is not None:
                 # The part is one of the bytes, or of the weights that were made from them.
@@ -391,8 +391,8 @@ class WeightBuffers:
             self.post_forward.keep(keep_generation)
         if not self.keeps_gathered:
             self.gathered.storage.release()
-        if self.hooks is not None:
-            self.hooks.release(keeps_gathered=self.keeps_gathered)
+        if self.gather_hooks is not None:
+            self.gather_hooks.release(keeps_gathered=self.keeps_gathered)
 
     # ------------------------------------------------------------------ main weights have changed
 
@@ -404,8 +404,8 @@ class WeightBuffers:
             than one collective is issued here.
         """
         main, model = self.main, self.model
-        if self.hooks is not None:
-            self.hooks.refresh()
+        if self.gather_hooks is not None:
+            self.gather_hooks.refresh()
         if main is model:
             return []
         if self.remainder is not None:
@@ -486,8 +486,8 @@ class WeightBuffers:
 
     def agreed(self) -> Iterator[str]:
         """Yield descriptions that must be equal on all ranks, in addition to plan and dtypes."""
-        if self.hooks is not None:
-            yield from self.hooks.agreed()
+        if self.gather_hooks is not None:
+            yield from self.gather_hooks.agreed()
 
     def rename(self, name: str) -> None:
         """Change the unit's name in messages and reports."""
@@ -606,7 +606,7 @@ class ParameterGroup:
         if self.weights.post_forward is not None:
             self.weights.post_forward.drop()
         if not self.rests_whole:
-            self.fsdp_params.brought_back()
+            self.fsdp_params.allow_reads()
         self.fsdp_params.module_infos.show(is_gathered=True)
 
     def release(self, *, keep_part: bool, is_raising: bool) -> Sequence[torch.Tensor]:
@@ -625,7 +625,7 @@ class ParameterGroup:
             if self.weights.can_restore_gathered:
                 self.fsdp_params.accept_versions()
         if not self.rests_whole:
-            self.fsdp_params.released(is_unchanged=not (changed or is_raising))
+            self.fsdp_params.forbid_reads(is_unchanged=not (changed or is_raising))
             self.weights.release(keep_generation=self.freshness.gathered_generation if keep_part else None)
         return changed
 

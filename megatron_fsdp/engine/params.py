@@ -67,11 +67,11 @@ NEVER = Flag()
 class FSDPParams:
     """The sharded and the unsharded parameters of one group.
 
-    Unsharded parameters are in one of two states: gathered (``brought_back``) and released (``released``). Autograd
-    compares the version of a saved tensor with the version when it was saved, and raises if they differ. ``released``
-    sets a version that no operator has seen, and ``brought_back`` restores the one before. So a backward that needs a
-    released weight raises autograd's error instead of reading other memory. Weights that are views of one tensor share
-    its version (docs/design/order.md).
+    Unsharded parameters are in one of two states: gathered, and released. Autograd compares the version of a saved
+    tensor with the version when it was saved, and raises if they differ. ``forbid_reads`` sets a version that no
+    operator has seen, and ``allow_reads`` restores the one before. So a backward that needs a released weight raises
+    autograd's error instead of reading other memory. Weights that are views of one tensor share its version
+    (docs/design/order.md).
 
     Args:
         sharded_params: DTensors over ``main_weight``, in plan order. unsharded_params: views of the gathered weights.
@@ -128,7 +128,7 @@ class FSDPParams:
 
     # ------------------------------------------------------------------ memory of unsharded parameters
 
-    def released(self, *, is_unchanged: bool = False) -> None:
+    def forbid_reads(self, *, is_unchanged: bool = False) -> None:
         """Make reads of unsharded parameters raise, in Python and in autograd, because their memory is released.
 
         Args:
@@ -138,7 +138,7 @@ class FSDPParams:
         set_versions(self._versioned, self._released)
         set_classes(self._guarded, self._kinds[1])
 
-    def brought_back(self) -> None:
+    def allow_reads(self) -> None:
         """Allow reads of unsharded parameters again, and backwards that saved them since their last change."""
         set_versions(self._versioned, self._kept_versions)
         set_classes(self._guarded, self._kinds[0])

@@ -50,7 +50,7 @@ def leave_unit(unit: Unit) -> None:
 def post_backward(unit: Unit) -> None:
     """Reduce the gradients of a unit that backward has left, once per backward; ``leave_unit`` comes before."""
     state = unit.root.backward
-    if unit.reference in state.closed or not unit.num_gradients:
+    if unit.reference in state.closed or not unit.num_trained:
         return
     state.closed.add(unit.reference)
     # Without a gradient so far there are two cases. This rank used none of these parameters, but other ranks may have

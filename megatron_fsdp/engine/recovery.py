@@ -70,7 +70,7 @@ def reset(root: Root) -> None:
         under_way = buffer.binding.sum
         if root.backward.is_unfinished or (under_way is not None and under_way.is_incomplete):
             buffer.discard_sum()
-    root.backward.is_unfinished, root.backward.awaited = False, 0
+    root.backward.is_unfinished, root.backward.open_handle = False, 0
 
 
 def discard_dropped_sums(root: Root) -> None:

@@ -1,8 +1,8 @@
 """Unit and Root: the state of one ``fully_shard`` call, and the state that all units of a model share.
 
 A unit unshards and reshards its parameter groups together (FSDP2's ``FSDPState`` and ``FSDPParamGroup``), and announces
-both as events (``dbuffer.events``). ``forward.py``, ``backward.py``,
-``post_backward.py`` and ``final_callback.py`` decide when.
+both as events (``dbuffer.events``). ``forward.py``, ``backward.py``, ``post_backward.py`` and ``final_callback.py``
+decide when.
 """
 
 from __future__ import annotations
@@ -187,18 +187,29 @@ class Unit:
         reference: a weak reference to the unit, for objects that must not keep it alive.
         groups: the parameter groups; empty if other units have all parameters of the module.
         root: the state that all units of the model share.
-        reshard_after_forward: the user's setting. None reshards a unit below the root when the next unit runs, and
-            does not reshard the root. Groups store an int k (``ParameterGroup``).
-        rests_final: True if the reductions in backward leave no axis to reduce once per step.
+        inner: the units inside of this unit, which were made before it.
+
+    Attributes that the user sets:
+        reshard_after_forward: None reshards a unit below the root when the next unit runs, and does not reshard the
+            root. An int above 1 is True here; the groups keep a part of the weights then (``WeightBuffers.keep_part_for``).
+        reshard_after_backward: False keeps the weights gathered for the next forward.
+        unshards_in_backward: False if the module's backward does not read its weights, so they are not gathered.
         requires_all_reduce: True if the last backward also reduces over axes that hold partial sums.
         requires_gradient_sync: False keeps gradients unreduced on this rank until a backward with True.
+        forward_prefetch, backward_prefetch: units to gather ahead; if empty, the last pass predicts them.
+        slots: the source of memory for gathered weights and packed gradients.
+
+    Attributes that follow from the groups (``count_trained``):
+        gradient_buffers: of the groups that have one.
+        num_trained: the number of trained parameters. is_trained: all parameters are trained.
+        rests_final: True if the reductions in backward leave no axis to reduce once per step.
+
+    Attributes that a step changes:
         weight_state: changed only by ``unshard``, ``wait_for_unshard`` and ``reshard``.
         num_holds: how many ``unsharded()`` blocks the unit is in; ``reshard`` does nothing then.
         num_changes_held: ``count_changes`` when the first of these blocks began.
         gather_ticket: the ticket of a gather that compute has not waited for; None without a gather, or if all weights
             rest whole.
-        slots: the source of memory for gathered weights and packed gradients.
-        inner: the units inside of this unit, which were made before it.
         pending_calls: weak references to the calls that a backward may still enter, the oldest first.
         open_call: the call that runs, or None. pending_modules: the ids of the modules that have still to run in it.
     """
@@ -225,7 +236,7 @@ class Unit:
         self.num_holds = self.num_changes_held = 0
         self.gather_ticket: Ticket | None = None
         self.gradient_buffers: tuple[GradientBuffer, ...] = ()
-        self.num_gradients, self.rests_final, self.is_trained = 0, True, False
+        self.num_trained, self.rests_final, self.is_trained = 0, True, False
         self.pending_calls: list[weakref.ref[Call]] = []
         self.open_call: Call | None = None
         self.pending_modules: set[int] = set()
@@ -236,13 +247,13 @@ class Unit:
         for group in groups:
             group.unit, group.module = id(self), self.modules[0]
 
-    def count_gradients(self) -> None:
+    def count_trained(self) -> None:
         """Update the attributes that depend on which parameters are trained and which groups have gradient buffers."""
         self.gradient_buffers = tuple(
             group.gradient_buffer for group in self.groups if group.gradient_buffer is not None
         )
-        self.num_gradients = sum(sum(buffer.binding.trained) for buffer in self.gradient_buffers)
-        self.is_trained = self.num_gradients == sum(len(group.parameters) for group in self.groups)
+        self.num_trained = sum(sum(buffer.binding.trained) for buffer in self.gradient_buffers)
+        self.is_trained = self.num_trained == sum(len(group.parameters) for group in self.groups)
         self.rests_final = all(buffer.rests_final for buffer in self.gradient_buffers)
 
     @property
@@ -279,7 +290,7 @@ class Unit:
             number += group.freshness.num_changes
         return number
 
-    def refuse_replaced_params(self) -> None:
+    def check_replaced_params(self) -> None:
         """Call ``on_replaced`` of the hooks if a module has another tensor registered under a parameter's name."""
         for group in self.groups:
             if group.fsdp_params.module_infos.is_replaced():
@@ -447,13 +458,13 @@ class BackwardState:
 
     Attributes that go from one backward to the next:
         number: how many backwards have begun.
-        is_unfinished: True if ``finalize_backward`` has still to complete gradients. awaited: the id of the
+        is_unfinished: True if ``finalize_backward`` has still to complete gradients. open_handle: the id of the
             ``GradientReductionHandle`` that was not waited for; 0 for none.
         has_sums: True if ``.grad`` of a parameter may show a sum that is not final.
         num_flags_set: ``FLAGS_SET.number`` when the last backward began.
         reducing: the units whose reductions compute has not waited for, oldest first.
         lenders: the packers that hold gradients which a lane reads, oldest first.
-        wired: without streams, the ticket of the last reduction that uses the buffer in the reduce dtype.
+        wire_ticket: without streams, the ticket of the last reduction that uses the buffer in the reduce dtype.
     """
 
     def __init__(self, max_packed_buffers: int) -> None:
@@ -461,7 +472,7 @@ class BackwardState:
         self.number = 0
         self.max_packed_buffers = max_packed_buffers
         self.is_manual = self.is_unfinished = False
-        self.awaited = 0
+        self.open_handle = 0
         self.active: dict[weakref.ref[Unit], None] = {}
         self.oldest_calls: dict[weakref.ref[Unit], Call] = {}
         self.repeated: dict[weakref.ref[Unit], Call] = {}
@@ -474,7 +485,7 @@ class BackwardState:
         self.num_flags_set = -1
         self.reducing: list[weakref.ref[Unit]] = []
         self.lenders: list[weakref.ref[LanePacker]] = []
-        self.wired: Ticket | None = None
+        self.wire_ticket: Ticket | None = None
 
 
 class Root:

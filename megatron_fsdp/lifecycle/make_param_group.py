@@ -47,11 +47,24 @@ from megatron_fsdp.variants.invariant_reduction import InvariantReduction, invar
 from megatron_fsdp.variants.memory_slots import place_unit
 
 __all__ = [
-    "follow_grad_dtypes", "follow_gradients", "follow_requires_grad", "forget_originals", "leave_taken_gradients",
+    "apply_grad_dtypes",
+    "apply_requires_grad",
+    "forget_originals",
     "make_over",
-    "make_param_group", "make_unit", "make_weights", "materialize_group", "materialize_unit", "rebuild", "rename_unit",
-    "restore_group", "set_divisor", "set_reduction", "shown_over",
-]  # fmt: skip
+    "make_param_group",
+    "make_unit",
+    "make_weights",
+    "materialize_group",
+    "materialize_unit",
+    "rebuild",
+    "rename_unit",
+    "replace_held_gradients",
+    "restore_group",
+    "set_divisor",
+    "set_reduction",
+    "shown_over",
+    "update_gradient_buffers",
+]
 
 
 def make_param_group(owned: Sequence[OwnedParameter], plan: Plan, spec: GroupSpec, name: str) -> ParameterGroup:
@@ -100,7 +113,7 @@ def _build(
         weights.remainder.watch(params.sharded_params)
     if not group.rests_whole:
         # Not earlier, because PyTorch makes views on allocated memory only.
-        params.released()
+        params.forbid_reads()
         group.weights.release()
     group.gradient_buffer = None
     if any(param.requires_grad for param in params.sharded_params):
@@ -109,7 +122,7 @@ def _build(
 
 
 def _make_params(group: ParameterGroup, weights: WeightBuffers, known: Sequence[nn.Parameter]) -> FSDPParams:
-    extension = weights.hooks if isinstance(weights.hooks, ExtensionHooks) else None
+    extension = weights.gather_hooks if isinstance(weights.gather_hooks, ExtensionHooks) else None
     sharded = [
         _standing_for(
             each,
@@ -401,22 +414,22 @@ def make_unit(
 ) -> Unit:
     """Return the unit of some modules."""
     unit = Unit(name, modules, groups, policy)
-    follow_gradients(unit)
+    update_gradient_buffers(unit)
     return unit
 
 
-def follow_gradients(unit: Unit) -> None:
+def update_gradient_buffers(unit: Unit) -> None:
     """Update the unit after gradient buffers were made or changed (materialization, freezing, unfreezing)."""
     if unit.slots.sizing is not None:
         place_unit(unit)
-    unit.count_gradients()
+    unit.count_trained()
     for buffer in unit.gradient_buffers:
         buffer.listener = UnitGradientListener(unit)
         if isinstance(buffer.reduction, InvariantReduction):
             buffer.reduction.unit = unit.reference
 
 
-def follow_requires_grad(unit: Unit, group: ParameterGroup, changed: Sequence[int]) -> None:
+def apply_requires_grad(unit: Unit, group: ParameterGroup, changed: Sequence[int]) -> None:
     """Update the unit after parameters of a group were frozen or unfrozen.
 
     Args:
@@ -439,23 +452,23 @@ def follow_requires_grad(unit: Unit, group: ParameterGroup, changed: Sequence[in
         assert group.gradient_buffer is not None
         set_requires_grad(params, index, trained)
         group.gradient_buffer.binding.trained[index] = trained
-    follow_gradients(unit)
+    update_gradient_buffers(unit)
 
 
-def leave_taken_gradients(unit: Unit, group: ParameterGroup) -> None:
+def replace_held_gradients(unit: Unit, group: ParameterGroup) -> None:
     """Make another gradient buffer if the user still has a tensor in ``main_grad``, so that it keeps its values."""
     old = group.gradient_buffer
     assert old is not None
     old.binding.release_if_dropped()
-    if not old.binding.memory.is_taken or old.binding.sum is not None:
+    if not old.binding.memory.is_held or old.binding.sum is not None:
         # A sum under way lies in the same memory, and is refused or dropped first.
         return
     try:
         make_gradients(group)
-        follow_gradients(unit)
+        update_gradient_buffers(unit)
     except BaseException:
         group.gradient_buffer = old
-        unit.count_gradients()
+        unit.count_trained()
         raise
     old.is_replaced = True
 
@@ -464,7 +477,7 @@ def materialize_unit(unit: Unit) -> None:
     """Allocate the buffers of parameters that were on the meta device."""
     for group in unit.groups:
         materialize_group(group)
-    follow_gradients(unit)
+    update_gradient_buffers(unit)
 
 
 def rename_unit(unit: Unit, name: str) -> None:
@@ -477,7 +490,7 @@ def rename_unit(unit: Unit, name: str) -> None:
             group.gradient_buffer.rename(name)
 
 
-def follow_grad_dtypes(unit: Unit) -> None:
+def apply_grad_dtypes(unit: Unit) -> None:
     """Lay out a unit's gradients as the ``grad_dtype`` of its sharded parameters says, before the first backward.
 
     Raises:
@@ -507,4 +520,4 @@ def follow_grad_dtypes(unit: Unit) -> None:
         if group.gradient_buffer is not None:
             group.spec = replace(group.spec, dtypes=first.policy.with_gradients(group.spec.dtypes, first.grad_dtype))
             make_gradients(group)
-    follow_gradients(unit)
+    update_gradient_buffers(unit)

@@ -28,11 +28,11 @@ from megatron_fsdp.engine.unit import Call, Unit, units_below
 from megatron_fsdp.engine.unsharded_param import UnshardedParam
 from megatron_fsdp.errors import CheckpointError, StateError
 from megatron_fsdp.lifecycle.make_param_group import (
-    follow_requires_grad,
-    leave_taken_gradients,
+    apply_requires_grad,
     materialize_group,
     materialize_unit,
     rebuild,
+    replace_held_gradients,
 )
 from megatron_fsdp.lifecycle.unwritten_buffers import allocate_buffers
 
@@ -105,7 +105,7 @@ class InnerApply:
         # The unit's own _apply has taken its parameters out, for as long as it applies the function to all else.
         if unit is None or all(module._parameters.get(name) is None for name in self._groups):
             return apply(module, function, recurse)
-        unit.refuse_replaced_params()
+        unit.check_replaced_params()
         unit.reshard()
         wait_for_host_reads()
         held = {name: module._parameters[name] for name in self._groups}
@@ -228,11 +228,11 @@ class ParamChanges(StepHooks[Unit, Call]):
 
     def on_requires_grad_changed(self, unit: Unit, group: ParameterGroup, changed: Sequence[int]) -> None:
         """Train or freeze parameters of the group."""
-        follow_requires_grad(unit, group, changed)
+        apply_requires_grad(unit, group, changed)
 
-    def on_gradients_taken(self, unit: Unit, group: ParameterGroup) -> None:
+    def on_main_grad_held(self, unit: Unit, group: ParameterGroup) -> None:
         """Give the group other memory for gradients, unless the user has released the tensors since."""
-        leave_taken_gradients(unit, group)
+        replace_held_gradients(unit, group)
 
     def on_replaced(self, group: ParameterGroup) -> None:
         """Raise ``StateError`` if another tensor replaced a sharded parameter in its module."""
@@ -326,7 +326,7 @@ def before_load_state_dict(
     """
     is_assigned = metadata.get("assign_to_params_buffers", False)
     for below in units_below(module):
-        below.refuse_replaced_params()
+        below.check_replaced_params()
         below.reshard()
     wait_for_host_reads()
     _materialize_for(module, prefix, state_dict)

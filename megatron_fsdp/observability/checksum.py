@@ -96,7 +96,7 @@ class _Piece(NamedTuple):
 def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield each parameter with its first name; units are resharded first."""
     for unit in units_below(model):
-        unit.refuse_replaced_params()
+        unit.check_replaced_params()
         # After resharding, modules hold the sharded parameters that the optimizer knows.
         unit.reshard()
     for name, parameter in unwrapped(model).named_parameters():

@@ -28,7 +28,7 @@ from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.engine.recovery import reset
 from megatron_fsdp.engine.unit import units_below
 from megatron_fsdp.errors import ConfigError, GradientScaleError, StateError
-from megatron_fsdp.lifecycle.make_param_group import follow_requires_grad, leave_taken_gradients
+from megatron_fsdp.lifecycle.make_param_group import apply_requires_grad, replace_held_gradients
 
 __all__ = ["GradientScale", "ParameterScale", "check_gradient_scale"]
 
@@ -256,10 +256,10 @@ def _follow_changes(model: nn.Module) -> None:
     for unit in units_below(model):
         for group in unit.groups:
             changed = group.fsdp_params.changed_requires_grad()
-            if group.gradient_buffer is not None and group.gradient_buffer.binding.memory.is_taken:
-                leave_taken_gradients(unit, group)
+            if group.gradient_buffer is not None and group.gradient_buffer.binding.memory.is_held:
+                replace_held_gradients(unit, group)
             if changed:
-                follow_requires_grad(unit, group, changed)
+                apply_requires_grad(unit, group, changed)
 
 
 class _Probe:

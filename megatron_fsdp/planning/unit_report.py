@@ -184,8 +184,8 @@ def _buffers(group: ParameterGroup) -> Iterator[tuple[str, DBuffer, bool]]:
         yield "remainder", weights.remainder.buffer, True
     if weights.model is not weights.main:
         yield "model_weight", weights.model, True
-    if weights.hooks is not None:
-        yield "packed weights", weights.hooks.sent, True
+    if weights.gather_hooks is not None:
+        yield "packed weights", weights.gather_hooks.sent, True
     if not weights.rests_whole:
         yield "gathered weights", weights.gathered, weights.keeps_gathered
     if gradients is not None:

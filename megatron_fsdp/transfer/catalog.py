@@ -95,7 +95,7 @@ class WeightCatalog:
                 raise ConfigError(refusal)
         plain = unwrapped(model)
         for unit in units_below(plain):
-            unit.refuse_replaced_params()
+            unit.check_replaced_params()
             _refuse_use(unit)
             unit.reshard()
         by_parameter: dict[int, tuple[nn.Parameter, list[str]]] = {}

@@ -26,7 +26,7 @@ from megatron_fsdp.engine.recovery import settle
 from megatron_fsdp.engine.streams import wait_for_host_reads
 from megatron_fsdp.engine.unit import Call, Unit, units_below
 from megatron_fsdp.errors import ConfigError, StateError
-from megatron_fsdp.lifecycle.make_param_group import follow_gradients, make_over, make_weights, restore_group
+from megatron_fsdp.lifecycle.make_param_group import make_over, make_weights, restore_group, update_gradient_buffers
 from megatron_fsdp.lifecycle.module import watch_inner_modules
 from megatron_fsdp.optim.stock.flat_step import optimizers_of
 from megatron_fsdp.policy.mesh import sharding_target
@@ -148,7 +148,7 @@ def _check(model: nn.Module, units: Sequence[Unit], optimizers: Sequence[Optimiz
         if isinstance(refusal := vars(module).get("checkpoint_refusal"), str):
             raise ConfigError(refusal)
     for unit in units:
-        unit.refuse_replaced_params()
+        unit.check_replaced_params()
         if unit.num_holds:
             raise StateError(
                 f"reshard_: an unsharded() block keeps the weights of unit {unit.name!r} gathered. fix: call reshard_ "
@@ -526,4 +526,4 @@ def _follow(units: Sequence[Unit], before: _Before) -> None:
 def _attend(units: Sequence[Unit]) -> None:
     for unit in units:
         watch_inner_modules([m for reference in unit.modules if (m := reference()) is not None], unit)
-        follow_gradients(unit)
+        update_gradient_buffers(unit)

@@ -125,7 +125,7 @@ def _gather(chosen: Sequence[Unit], action: str) -> set[int]:
     allocated: list[tuple[Unit, ParameterGroup]] = []
     try:
         for unit in chosen:
-            unit.refuse_replaced_params()
+            unit.check_replaced_params()
             shown = all(group.fsdp_params.module_infos.shows_gathered for group in unit.groups)
             if unit.num_holds or unit.open_call is not None or (unit.weight_state is WeightState.UNSHARDED and shown):
                 kept.add(id(unit))

@@ -130,9 +130,9 @@ class ForwardOrder:
         if self._num_flags_set != FLAGS_SET.number:
             self._num_flags_set, self._is_gathered = FLAGS_SET.number, []
             outermost = self._root.outermost()
-            is_trained = outermost is not None and bool(outermost.num_gradients)
+            is_trained = outermost is not None and bool(outermost.num_trained)
             for unit in alive(self._units):
-                is_trained = is_trained or bool(unit.num_gradients)
+                is_trained = is_trained or bool(unit.num_trained)
                 self._is_gathered.append(is_trained)
         return self._is_gathered[place] and self._unit(place).unshards_in_backward
 
@@ -160,7 +160,7 @@ class ForwardOrder:
         update_requires_grad(self._root)
         if self.has_grad and self._backward:
             first = self._unit(self._backward[0])
-            if first.reshard_after_forward is None and first.num_gradients:
+            if first.reshard_after_forward is None and first.num_trained:
                 self._staying = first.reference
         self._is_open, self._handled = True, sys.exc_info()[1]
 
@@ -270,7 +270,7 @@ class ForwardOrder:
 
     def lead_backward(self, call: Call, output: Any) -> Any:
         """Return outputs of the root that lead backward into it, where this rank used no trained parameter."""
-        if call.is_pending or not any(unit.num_gradients for unit in self._root.units()):
+        if call.is_pending or not any(unit.num_trained for unit in self._root.units()):
             return output
         anchor = torch.zeros((), requires_grad=True)
 

@@ -114,9 +114,9 @@ EQUIVALENT: dict[str, str] = {
         "compute has joined the lanes before anything reads what they reduced"
     ),
     "finish_last: without `ticket.wait()`": ("compute joins the lanes right after; on a CPU the host has to wait"),
-    "_issue: without `state.wired.wait()`": "there is one where there are no streams",
-    "_issue: `state.wired.wait()` at the end of its block": "there is one where there are no streams",
-    "_issue: `if state.wired is not None` taken as False": "there is one where there are no streams",
+    "_issue: without `state.wire_ticket.wait()`": "there is one where there are no streams",
+    "_issue: `state.wire_ticket.wait()` at the end of its block": "there is one where there are no streams",
+    "_issue: `if state.wire_ticket is not None` taken as False": "there is one where there are no streams",
     "Reduction.keep: `self.release()` at the start of its block": "nothing is issued between the two places",
     "Reduction.keep: without `self._reduced.reallocate_storage()`": (
         "a reduction takes the memory where it is not there"
@@ -161,7 +161,9 @@ EQUIVALENT: dict[str, str] = {
 # Mutants that no configuration tells from the engine so far, with what would be needed.
 OPEN: dict[str, str] = {
     "Ticket.cancel: `if self._event is not None` taken as True": "an interrupt before a lane waited for compute",
-    "Turns.take: without `leave()`": "a stream that allocates, before it follows any lane, what another one has copied",
+    "Turns.take: without `finish()`": (
+        "a stream that allocates, before it follows any lane, what another one has copied"
+    ),
     "UnitGradientListener.begin_gradients: `if root.order is None or root.order.drains` taken as True": (
         "a forward order whose ranks skip units: tests/functional/megatron_fsdp/uneven"
     ),
