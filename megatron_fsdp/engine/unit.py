@@ -191,7 +191,7 @@ class Unit:
 
     Attributes that the user sets:
         reshard_after_forward: None reshards a unit below the root when the next unit runs, and does not reshard the
-            root. An int above 1 is True here; the groups keep a part of the weights then (``WeightBuffers.keep_part_for``).
+            root. An int above 1 is True here, and the groups keep a part of the weights (``PostForwardShard``).
         reshard_after_backward: False keeps the weights gathered for the next forward.
         unshards_in_backward: False if the module's backward does not read its weights, so they are not gathered.
         requires_all_reduce: True if the last backward also reduces over axes that hold partial sums.
