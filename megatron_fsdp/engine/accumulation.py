@@ -27,8 +27,8 @@ from dbuffer import DBuffer, FlatDTensor
 from dbuffer.dtensor.autograd import is_reached, own_kind_of_grad
 from dbuffer.dtensor.placed_tensor import GradDrops, PlacedTensor, words_of
 from megatron_fsdp.engine.optimizer_steps import STEP_CHECKS
+from megatron_fsdp.engine.param_loops import clear_grads, grads_of, hooks_of, set_grads
 from megatron_fsdp.engine.params import FSDPParams, own_rows
-from megatron_fsdp.engine.passes import clear_grads, grads_of, hooks_of, set_grads
 from megatron_fsdp.engine.streams import compute_of
 from megatron_fsdp.errors import StateError
 from megatron_fsdp.policy.precision import grad_dtype_of

@@ -15,7 +15,7 @@ import weakref
 import torch
 from torch import nn
 
-from dbuffer.dtensor.placed_tensor import FLAGS_SET
+from dbuffer.dtensor.placed_tensor import REQUIRES_GRAD_WRITES
 from dbuffer.events import listeners, tell
 from megatron_fsdp.engine.final_callback import final_callback
 from megatron_fsdp.engine.grads import LanePacker
@@ -41,7 +41,7 @@ def begin_backward(root: Root) -> None:
     state.ending = _queue_final_callback(root)
     discard_dropped_sums(root)
     _replace_held_gradients(root)
-    if state.num_flags_set != FLAGS_SET.number:
+    if state.num_requires_grad_writes != REQUIRES_GRAD_WRITES.number:
         update_requires_grad(root)
 
 
@@ -72,7 +72,7 @@ def update_requires_grad(root: Root) -> None:
     Autograd reads a leaf's flag when a gradient arrives, not when forward uses the leaf. The flag at the backward
     counts: peft freezes adapters for a reference model's forward, and unfreezes them before the backward.
     """
-    root.backward.num_flags_set = FLAGS_SET.number
+    root.backward.num_requires_grad_writes = REQUIRES_GRAD_WRITES.number
     for unit in root.units():
         for group in unit.groups:
             changed = group.fsdp_params.changed_requires_grad()

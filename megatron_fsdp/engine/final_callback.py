@@ -25,7 +25,7 @@ def final_callback(root: Root) -> None:
     if listeners:
         tell("finish", root)
     units = root.units()
-    is_for_others = not state.has_gradients
+    had_gradients = state.has_gradients
     # 1. Close the units that backward has not left yet, in the order of calls.
     if root.order is not None:
         root.order.finish()
@@ -41,7 +41,7 @@ def final_callback(root: Root) -> None:
     for hook in root.hooks:
         hook.after_backward()
     state.is_unfinished = state.is_manual
-    for hook in root.hooks if is_for_others else ():
+    for hook in () if had_gradients else root.hooks:
         hook.on_no_gradients(units)
     if listeners and state.is_last and not state.is_manual:
         tell("backward", root)

@@ -74,7 +74,7 @@ def _gather_for_forward(unit: Unit, module: nn.Module, given: Any) -> None:  # n
     """Gather the unit for its forward, and start the gathers of the units that followed it in the last pass.
 
     Args:
-        given: the module's arguments.
+        given: the module's arguments; empty inside a transform of ``torch.func``.
     """
     root = unit.root
     is_recomputed = is_in_backward()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_fsdp.engine.passes import version_of
+from megatron_fsdp.engine.param_loops import version_of
 
 __all__ = ["Freshness"]
 

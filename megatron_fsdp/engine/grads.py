@@ -22,8 +22,8 @@ from dbuffer_kernels.products import add_product
 from megatron_fsdp.build.builder import GroupSpec
 from megatron_fsdp.engine.accumulation import GradBinding
 from megatron_fsdp.engine.fused_linear import offer_products
+from megatron_fsdp.engine.param_loops import clear_grads, grads_of
 from megatron_fsdp.engine.params import FSDPParams
-from megatron_fsdp.engine.passes import clear_grads, grads_of
 from megatron_fsdp.engine.reduce import GradientReduction, fold, fold_on_host, start_reductions
 from megatron_fsdp.engine.streams import Ticket, lane, turns
 from megatron_fsdp.errors import StateError

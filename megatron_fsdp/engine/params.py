@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 
 from dbuffer import DBuffer
 from dbuffer.dtensor.flat_dtensor import FlatDTensor
-from dbuffer.dtensor.placed_tensor import FLAGS_SET
+from dbuffer.dtensor.placed_tensor import REQUIRES_GRAD_WRITES
 from megatron_fsdp.build.ownership import OwnedParameter
-from megatron_fsdp.engine.passes import flags_of, set_classes, set_versions, version_of, versions_of
+from megatron_fsdp.engine.param_loops import requires_grad_of, set_classes, set_versions, version_of, versions_of
 from megatron_fsdp.engine.streams import LastTurn
 from megatron_fsdp.errors import StateError
 
@@ -88,7 +88,7 @@ class FSDPParams:
         last_turn: the stream that had the last turn at the packed buffer (``streams.Turns``).
         came: one byte per parameter, 1 if autograd has accumulated its gradient in this backward.
         is_small: one byte per parameter, 1 if it has at most ``SMALL_NUMEL`` elements.
-        required: per parameter, ``requires_grad`` at compute's last use.
+        last_requires_grad: per parameter, ``requires_grad`` at compute's last use.
     """
 
     module_infos: ParamModuleInfos
@@ -109,8 +109,8 @@ class FSDPParams:
         self._kinds = kinds
         self._guarded = [param for param in unsharded_params if isinstance(param, kinds[0])]
         wrappers = [param for param in unsharded_params if isinstance(param, DTensor)]
-        # If the classes of all parameters count changes of requires_grad, no flag has to be read.
-        self._says_flags = len(self._guarded) == len(unsharded_params)
+        # If the classes of all parameters count writes of requires_grad, no flag has to be read.
+        self._counts_requires_grad_writes = len(self._guarded) == len(unsharded_params)
         # The version of a DTensor's local part is guarded too.
         self._versioned, self._counters = _counters_of(
             (*unsharded_params, *(param._local_tensor for param in wrappers))
@@ -123,8 +123,8 @@ class FSDPParams:
         self.last_turn = LastTurn()
         self.came = bytearray(len(owned))
         self.is_small = bytearray(int(param.numel() <= SMALL_NUMEL) for param in unsharded_params)
-        self.required = [False] * len(owned)
-        self._num_flags_set = -1
+        self.last_requires_grad = [False] * len(owned)
+        self._num_requires_grad_writes = -1
 
     # ------------------------------------------------------------------ memory of unsharded parameters
 
@@ -163,15 +163,15 @@ class FSDPParams:
 
     def changed_requires_grad(self) -> list[int]:
         """Return the indices of parameters that were frozen or unfrozen since compute's last use, on either object."""
-        if FLAGS_SET.number == self._num_flags_set and self._says_flags:
+        if REQUIRES_GRAD_WRITES.number == self._num_requires_grad_writes and self._counts_requires_grad_writes:
             return []
-        required = self.required
-        used, shown = flags_of(self.unsharded_params), flags_of(self.sharded_params)
-        self._num_flags_set = FLAGS_SET.number
-        if shown == required == used:
+        last = self.last_requires_grad
+        used, shown = requires_grad_of(self.unsharded_params), requires_grad_of(self.sharded_params)
+        self._num_requires_grad_writes = REQUIRES_GRAD_WRITES.number
+        if shown == last == used:
             return []
         changed = []
-        for index, flag in enumerate(required):
+        for index, flag in enumerate(last):
             wanted = used[index] if used[index] is not flag else shown[index]
             self.sharded_params[index].requires_grad_(wanted)
             self.unsharded_params[index].requires_grad_(flag)
@@ -188,11 +188,11 @@ class FSDPParams:
         changed = self.changed_requires_grad()
         if changed:
             # Unfrozen parameters count from the next forward on, which looks again.
-            self._num_flags_set = -1
-        frozen = [index for index in changed if self.required[index]]
+            self._num_requires_grad_writes = -1
+        frozen = [index for index in changed if self.last_requires_grad[index]]
         for index in frozen:
             self.unsharded_params[index].requires_grad_(False)
-            self.required[index] = False
+            self.last_requires_grad[index] = False
         return frozen
 
     def wrap(self, index: int, rows: DTensor) -> DTensor:

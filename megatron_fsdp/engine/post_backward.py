@@ -97,7 +97,8 @@ def close_and_reduce(unit: Unit) -> None:  # noqa: C901  # in order of time
                 tell("reduce", unit)
             state.reducing.append(unit.reference)
             break
-    # 3. In the last backward of a step, reduce over the axes that still hold partial sums.
+    # 3. In the last backward of a step, reduce over the axes that still hold partial sums. With manual finalization no
+    # backward is known to be the last, and ``finalize_backward`` does this.
     if not unit.rests_final and state.is_last and not state.is_manual and unit.requires_all_reduce and complete:
         reduce_last(unit)
     if listeners:

@@ -461,7 +461,7 @@ class BackwardState:
         is_unfinished: True if ``finalize_backward`` has still to complete gradients. open_handle: the id of the
             ``GradientReductionHandle`` that was not waited for; 0 for none.
         has_sums: True if ``.grad`` of a parameter may show a sum that is not final.
-        num_flags_set: ``FLAGS_SET.number`` when the last backward began.
+        num_requires_grad_writes: ``REQUIRES_GRAD_WRITES.number`` when the last backward began.
         reducing: the units whose reductions compute has not waited for, oldest first.
         lenders: the packers that hold gradients which a lane reads, oldest first.
         wire_ticket: without streams, the ticket of the last reduction that uses the buffer in the reduce dtype.
@@ -482,7 +482,7 @@ class BackwardState:
         self.task = -1
         self.ending: weakref.ref[functools.partial[None]] | None = None
         self.has_sums = False
-        self.num_flags_set = -1
+        self.num_requires_grad_writes = -1
         self.reducing: list[weakref.ref[Unit]] = []
         self.lenders: list[weakref.ref[LanePacker]] = []
         self.wire_ticket: Ticket | None = None

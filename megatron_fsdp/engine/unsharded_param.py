@@ -19,7 +19,7 @@ from torch._guards import TracingContext
 from torch.distributed.tensor import DTensor
 
 from dbuffer import StorageError
-from dbuffer.dtensor.placed_tensor import FLAGS_SET
+from dbuffer.dtensor.placed_tensor import REQUIRES_GRAD_WRITES
 from megatron_fsdp.engine.params import WeightHandle, handle_of, laid_out
 from megatron_fsdp.errors import StateError
 
@@ -53,7 +53,7 @@ def refuse_change(weights: Sequence[torch.Tensor]) -> NoReturn:
 
 def _counting(name: str) -> Callable[..., Any]:
     def count(self: Any, *args: Any, **options: Any) -> Any:
-        FLAGS_SET.number += 1
+        REQUIRES_GRAD_WRITES.number += 1
         return getattr(super(UnshardedParam, self), name)(*args, **options)
 
     count.__name__ = name
@@ -75,7 +75,7 @@ class UnshardedParam(nn.Parameter):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "requires_grad":
-            FLAGS_SET.number += 1
+            REQUIRES_GRAD_WRITES.number += 1
         is_own = name.startswith("_fsdp_") or name in _OF_SHARDS or hasattr(UnshardedParam, name)
         sharded = None if is_own else self._sharded()
         if sharded is None:

@@ -172,7 +172,7 @@ def set_requires_grad(params: FSDPParams, index: int, requires_grad: bool) -> No
     """Set ``requires_grad`` of an unsharded parameter; if True, also add the hook that receives its gradient."""
     used = params.unsharded_params[index]
     used.requires_grad_(requires_grad)
-    params.required[index] = requires_grad
+    params.last_requires_grad[index] = requires_grad
     if requires_grad and not used._post_accumulate_grad_hooks:
         group, compute = handle_of(used).group, compute_of(used.device)
         if compute is None:

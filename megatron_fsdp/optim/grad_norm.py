@@ -16,8 +16,8 @@ from dbuffer.mesh import MeshAxis
 from dbuffer.placements import BufferPlacement
 from megatron_fsdp.checks.unowned_params import refuse_unowned
 from megatron_fsdp.engine.param_group import ParameterGroup, group_of_parameter
+from megatron_fsdp.engine.param_loops import grads_of
 from megatron_fsdp.engine.params import own_rows
-from megatron_fsdp.engine.passes import grads_of
 from megatron_fsdp.engine.unit import units_below
 from megatron_fsdp.engine.unsharded_param import UnshardedParam
 from megatron_fsdp.errors import ConfigError, StateError

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dbuffer.dtensor.placed_tensor import FLAGS_SET
+from dbuffer.dtensor.placed_tensor import REQUIRES_GRAD_WRITES
 from megatron_fsdp.engine.backward import pre_backward, update_requires_grad
 from megatron_fsdp.engine.outputs import map_tensors, watch_output
 from megatron_fsdp.engine.post_backward import leave_unit, post_backward
@@ -83,7 +83,7 @@ class ForwardOrder:
         ]
         self._backward = self._ends()[::-1]
         self._turns = {place: turn for turn, place in enumerate(self._backward)}
-        self._num_flags_set = -1
+        self._num_requires_grad_writes = -1
         self._is_gathered: list[bool] = []
         # One entry for each pass with a running call; ``_forward`` is the entry of the latest pass.
         self._progress: weakref.WeakKeyDictionary[ForwardPass, Progress] = weakref.WeakKeyDictionary()
@@ -127,8 +127,8 @@ class ForwardOrder:
 
     def _gathers_in_backward(self, place: int) -> bool:
         """Return whether all ranks gather this unit in backward: it is trained, or a unit before it is."""
-        if self._num_flags_set != FLAGS_SET.number:
-            self._num_flags_set, self._is_gathered = FLAGS_SET.number, []
+        if self._num_requires_grad_writes != REQUIRES_GRAD_WRITES.number:
+            self._num_requires_grad_writes, self._is_gathered = REQUIRES_GRAD_WRITES.number, []
             outermost = self._root.outermost()
             is_trained = outermost is not None and bool(outermost.num_trained)
             for unit in alive(self._units):
