@@ -4,5 +4,5 @@ Read in order of time: forward.py, backward.py, post_backward.py, final_callback
 ``recovery.py`` is for a backward that raised, ``finalize_backward.py`` for manual finalization.
 
 The way of a gradient: params.py (autograd's hook), grads.py, reduce.py, accumulation.py. The way of a weight:
-param_group.py, freshness.py. The order of work on a device: streams.py.
+param_group.py, weight_buffers.py, freshness.py. The order of work on a device: streams.py.
 """

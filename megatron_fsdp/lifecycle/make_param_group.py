@@ -23,7 +23,7 @@ from megatron_fsdp.build.ownership import OwnedParameter, mark_owned, settle_gra
 from megatron_fsdp.engine.backward import UnitGradientListener
 from megatron_fsdp.engine.freshness import Freshness
 from megatron_fsdp.engine.grads import GradientBuffer, LanePacker, should_pack_on_lane
-from megatron_fsdp.engine.param_group import ParameterGroup, WeightBuffers, note_group
+from megatron_fsdp.engine.param_group import ParameterGroup, note_group
 from megatron_fsdp.engine.params import (
     NEVER,
     FSDPParams,
@@ -38,6 +38,7 @@ from megatron_fsdp.engine.reduce import ReduceFunction, make_reduction
 from megatron_fsdp.engine.streams import compute_of, join_lanes
 from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.engine.unsharded_param import KINDS, UnshardedParam
+from megatron_fsdp.engine.weight_buffers import WeightBuffers
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.lifecycle.replaced_params import replace_original
 from megatron_fsdp.policy.precision import MixedPrecisionPolicy, grad_dtype_of, set_grad_dtype

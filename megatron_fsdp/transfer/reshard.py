@@ -21,10 +21,11 @@ from megatron_fsdp.checks.agreement import mesh_ranks
 from megatron_fsdp.checks.attach import attach_root
 from megatron_fsdp.checks.rendezvous import meet, report_failure
 from megatron_fsdp.engine.hooks import StepHooks
-from megatron_fsdp.engine.param_group import ParameterGroup, WeightBuffers
+from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.engine.recovery import settle
 from megatron_fsdp.engine.streams import wait_for_host_reads
 from megatron_fsdp.engine.unit import Call, Unit, units_below
+from megatron_fsdp.engine.weight_buffers import WeightBuffers
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.lifecycle.make_param_group import make_over, make_weights, restore_group, update_gradient_buffers
 from megatron_fsdp.lifecycle.module import watch_inner_modules

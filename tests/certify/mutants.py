@@ -34,6 +34,7 @@ MODULES = (
     "megatron_fsdp.engine.finalize_backward",
     "megatron_fsdp.engine.unit",
     "megatron_fsdp.engine.param_group",
+    "megatron_fsdp.engine.weight_buffers",
     "megatron_fsdp.lifecycle.make_param_group",
     "megatron_fsdp.engine.grads",
     "megatron_fsdp.engine.reduce",
