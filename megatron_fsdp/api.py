@@ -27,8 +27,9 @@ from megatron_fsdp.engine.recovery import settle
 from megatron_fsdp.engine.unit import Unit, units_below
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.installation import check_torch
-from megatron_fsdp.lifecycle.make_param_group import forget_originals, make_param_group, make_unit, rename_unit
+from megatron_fsdp.lifecycle.make_param_group import forget_originals, make_param_group
 from megatron_fsdp.lifecycle.module import FSDPModule, convert, unit_of
+from megatron_fsdp.lifecycle.unit_changes import make_unit, rename_unit
 from megatron_fsdp.optim.stock.flat_step import attend_optimizers
 from megatron_fsdp.policy.mesh import buffer_device, sharding_target, warn_of_one_queue
 from megatron_fsdp.policy.offload import offload_of, warn_without_gloo

@@ -13,7 +13,8 @@ from dbuffer.collectives.broadcast import broadcast
 from megatron_fsdp.engine.param_group import ParameterGroup, group_of_parameter
 from megatron_fsdp.engine.unit import Unit, units_below
 from megatron_fsdp.errors import ConfigError, StateError
-from megatron_fsdp.lifecycle.make_param_group import materialize_unit, shown_over
+from megatron_fsdp.lifecycle.make_param_group import shown_over
+from megatron_fsdp.lifecycle.unit_changes import materialize_unit
 from megatron_fsdp.lifecycle.unwritten_buffers import meta_buffers, note_unwritten
 
 __all__ = ["in_full_precision", "materialize"]

@@ -15,7 +15,7 @@ from megatron_fsdp.checks.rendezvous import meet, report_failure
 from megatron_fsdp.engine.hooks import StepHooks
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.engine.unit import Call, Root, Unit, alive
-from megatron_fsdp.lifecycle.make_param_group import apply_grad_dtypes
+from megatron_fsdp.lifecycle.unit_changes import apply_grad_dtypes
 
 __all__ = ["FirstUse", "Wrapping", "mesh_ranks"]
 

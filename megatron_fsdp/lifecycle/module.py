@@ -23,7 +23,7 @@ from megatron_fsdp.engine.recovery import reset, settle
 from megatron_fsdp.engine.streams import wait_for_host_reads
 from megatron_fsdp.engine.unit import Root, Unit, WeightState, alive, is_in_backward, units_below
 from megatron_fsdp.errors import ConfigError, StateError
-from megatron_fsdp.lifecycle.make_param_group import set_divisor, set_reduction, update_gradient_buffers
+from megatron_fsdp.lifecycle.make_param_group import set_divisor, set_reduction
 from megatron_fsdp.lifecycle.param_changes import (
     InnerApply,
     KeptParametrizations,
@@ -32,6 +32,7 @@ from megatron_fsdp.lifecycle.param_changes import (
     before_state_dict,
     refuse_sharded_save,
 )
+from megatron_fsdp.lifecycle.unit_changes import update_gradient_buffers
 from megatron_fsdp.lifecycle.unwritten_buffers import is_to_empty, meta_buffers, note_unwritten
 from megatron_fsdp.policy.slots import SlotChoice
 from megatron_fsdp.variants.forward_order import order_of

@@ -27,13 +27,8 @@ from megatron_fsdp.engine.streams import wait_for_host_reads
 from megatron_fsdp.engine.unit import Call, Unit, units_below
 from megatron_fsdp.engine.unsharded_param import UnshardedParam
 from megatron_fsdp.errors import CheckpointError, StateError
-from megatron_fsdp.lifecycle.make_param_group import (
-    apply_requires_grad,
-    materialize_group,
-    materialize_unit,
-    rebuild,
-    replace_held_gradients,
-)
+from megatron_fsdp.lifecycle.make_param_group import materialize_group, rebuild
+from megatron_fsdp.lifecycle.unit_changes import apply_requires_grad, materialize_unit, replace_held_gradients
 from megatron_fsdp.lifecycle.unwritten_buffers import allocate_buffers
 
 __all__ = [

@@ -28,7 +28,7 @@ from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.engine.recovery import reset
 from megatron_fsdp.engine.unit import units_below
 from megatron_fsdp.errors import ConfigError, GradientScaleError, StateError
-from megatron_fsdp.lifecycle.make_param_group import apply_requires_grad, replace_held_gradients
+from megatron_fsdp.lifecycle.unit_changes import apply_requires_grad, replace_held_gradients
 
 __all__ = ["GradientScale", "ParameterScale", "check_gradient_scale"]
 

@@ -27,8 +27,9 @@ from megatron_fsdp.engine.streams import wait_for_host_reads
 from megatron_fsdp.engine.unit import Call, Unit, units_below
 from megatron_fsdp.engine.weight_buffers import WeightBuffers
 from megatron_fsdp.errors import ConfigError, StateError
-from megatron_fsdp.lifecycle.make_param_group import make_over, make_weights, restore_group, update_gradient_buffers
+from megatron_fsdp.lifecycle.make_param_group import make_over, make_weights, restore_group
 from megatron_fsdp.lifecycle.module import watch_inner_modules
+from megatron_fsdp.lifecycle.unit_changes import update_gradient_buffers
 from megatron_fsdp.optim.stock.flat_step import optimizers_of
 from megatron_fsdp.policy.mesh import sharding_target
 from megatron_fsdp.policy.offload import CPUOffloadPolicy, offload_of

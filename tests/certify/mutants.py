@@ -36,6 +36,7 @@ MODULES = (
     "megatron_fsdp.engine.param_group",
     "megatron_fsdp.engine.weight_buffers",
     "megatron_fsdp.lifecycle.make_param_group",
+    "megatron_fsdp.lifecycle.unit_changes",
     "megatron_fsdp.engine.grads",
     "megatron_fsdp.engine.reduce",
     "megatron_fsdp.variants.memory_slots",
