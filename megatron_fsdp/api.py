@@ -15,7 +15,7 @@ from dbuffer import PlacementError
 from dbuffer.mesh import make_groups, mesh_axes
 from megatron_fsdp.build.builder import GranularityChoice, GroupOptions, plan_groups
 from megatron_fsdp.build.no_shard import is_no_shard
-from megatron_fsdp.build.ownership import OwnedParameter, collect_parameters, leave_alone
+from megatron_fsdp.build.ownership import OwnedParameter, collect_parameters, mark_ignored
 from megatron_fsdp.build.shared_memory import refuse_shared_memory
 from megatron_fsdp.checks.added_params import watch_tree
 from megatron_fsdp.checks.agreement import Wrapping
@@ -145,7 +145,7 @@ def put_in_place(
 ) -> None:
     """Attach a new unit to its modules, replace their parameters and make it the root of the units below."""
     reshard_to(unit, reshard_after_forward)
-    leave_alone(modules, ignored)
+    mark_ignored(modules, ignored)
     for each in modules:
         watch_tree(each, {id(parameter) for parameter in ignored})
     convert(modules, unit)

@@ -31,7 +31,10 @@ from megatron_fsdp.policy.strategy import Placements
 __all__ = ["GranularityChoice", "GroupOptions", "GroupPlan", "GroupSpec", "plan_groups"]
 
 GranularityChoice = Granularity | Callable[[nn.Parameter], Granularity | None] | None
-"""Where shards may be cut: as one says, or a function of each parameter; None: between slices of dimension 0."""
+"""Where shards may be cut: one rule for all parameters, or a function that returns the rule of each.
+
+None cuts between slices of dimension 0.
+"""
 
 # PyTorch's tools support cuts between slices of the first dimension best. Only weights of few, large slices need finer
 # ones: Mixtral's eight experts over 64 ranks would take five times their size.
@@ -128,7 +131,7 @@ def plan_groups(owned: Sequence[OwnedParameter], options: GroupOptions) -> list[
     settle_grad_dtypes(owned, options.policy, [each.parameter for each in owned])
     alike: dict[tuple[object, ...], list[OwnedParameter]] = {}
     for each in owned:
-        alike.setdefault(_kind(each, options), []).append(each)
+        alike.setdefault(_group_key(each, options), []).append(each)
     plans = []
     for members in alike.values():
         spec = _spec(members[0], options)
@@ -144,7 +147,7 @@ def _gather_dtype(owned: OwnedParameter, options: GroupOptions) -> str | None:
     return options.policy.gather_dtype if may_pack and is_matrix else None
 
 
-def _kind(owned: OwnedParameter, options: GroupOptions) -> tuple[object, ...]:
+def _group_key(owned: OwnedParameter, options: GroupOptions) -> tuple[object, ...]:
     """Return the properties that parameters in one group have in common.
 
     A parameter with its own all-gather is a separate group. So is one with the attribute ``fsdp_own_group``: then only
@@ -191,7 +194,7 @@ def _regions(alike: Sequence[OwnedParameter], spec: GroupSpec, options: GroupOpt
         return [_even_region(alike[0], num_shards, spec.dtypes)]
     shapes = [one.shape for one in alike]
     if options.granularity is not None:
-        asked = [asked_granularity(one, options.granularity) for one in alike]
+        asked = [granularity_of(one, options.granularity) for one in alike]
         return unit_regions(shapes, num_shards, spec.dtypes, asked, PaddingLimits())
     return unit_regions(shapes, num_shards, spec.dtypes)
 
@@ -220,8 +223,8 @@ def unit_regions(
     )
 
 
-def asked_granularity(parameter: OwnedParameter, granularity: GranularityChoice) -> Granularity:
-    """Return a parameter's granularity: the given one, or slices of the first dimension.
+def granularity_of(parameter: OwnedParameter, granularity: GranularityChoice) -> Granularity:
+    """Return a parameter's granularity: the one that the user chose, or slices of the first dimension.
 
     Raises:
         ConfigError: the asked granularity cuts inside rows of the last dimension, which a DTensor cannot describe.

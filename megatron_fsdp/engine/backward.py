@@ -58,7 +58,7 @@ def _queue_final_callback(root: Root) -> weakref.ref[functools.partial[None]]:
 
 
 def _replace_held_gradients(root: Root) -> None:
-    """Let groups take other memory for gradients if the user keeps earlier ones: ``zero_grad`` came after forward."""
+    """Give groups new gradient buffers if the user holds earlier gradients: ``zero_grad`` came after forward."""
     for unit in root.units():
         for group in unit.groups:
             if group.gradient_buffer is not None and group.gradient_buffer.binding.memory.is_held:
@@ -225,16 +225,16 @@ class UnitGradientListener:
     """Passes events of a unit's gradient buffers to the backward; it refers to the unit weakly.
 
     Attributes:
-        owner: the identity of the unit.
+        owner: ``id`` of the unit.
     """
 
     def __init__(self, unit: Unit) -> None:
         self.owner = id(unit)
-        self.unit = unit.reference
+        self._unit = unit.reference
 
     def count_trained(self) -> None:
         """Count the unit's gradients again, because a parameter was frozen."""
-        unit = self.unit()
+        unit = self._unit()
         if unit is not None:
             unit.count_trained()
 
@@ -248,7 +248,7 @@ class UnitGradientListener:
         Returns:
             The number of the backward; 0 if the unit was deleted.
         """
-        unit = self.unit()
+        unit = self._unit()
         if unit is None:
             return 0
         root, state = unit.root, unit.root.backward
@@ -270,7 +270,7 @@ class UnitGradientListener:
 
     def lend(self, packer: LanePacker) -> None:
         """Record that a lane reads gradients that ``packer`` holds."""
-        unit = self.unit()
+        unit = self._unit()
         if unit is not None:
             unit.root.backward.lenders.append(weakref.ref(packer))
 
@@ -280,7 +280,7 @@ class UnitGradientListener:
         Memory then holds the gradients of one unit and a packed buffer of the unit before it. In bf16 and FP32 that is
         less than the two packed buffers of a backward without a packer.
         """
-        unit = self.unit()
+        unit = self._unit()
         if unit is None:
             return
         state = unit.root.backward

@@ -56,7 +56,7 @@ def reduce_and_show(root: Root, units: list[Unit]) -> None:
 
 
 def show_pending_sums(root: Root) -> None:
-    """Let sums that are not final refuse to be read: ``.grad`` shows a ``PendingGradient``."""
+    """Show a ``PendingGradient``, which raises when it is read, in ``.grad`` of sums that are not final."""
     for buffer in root.gradient_buffers():
         if buffer.binding.sum is not None:
             buffer.binding.show_pending(buffer.binding.sum)

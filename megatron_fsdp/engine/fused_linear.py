@@ -200,7 +200,7 @@ def offer_products(
     *,
     is_wide: bool = False,
 ) -> None:
-    """Let backward multiply gradients of weights into ``views``, if a weight and its view have the same dtype.
+    """Make backward multiply gradients of weights into ``views``, if a weight and its view have the same dtype.
 
     Args:
         weights: the unsharded parameters, in plan order. views: their slices of the packed buffer.

@@ -40,7 +40,7 @@ class GradientListener(Protocol):
     """Calls from a gradient buffer to the backward of its unit; ``backward.UnitGradientListener`` implements them.
 
     Attributes:
-        owner: the identity of the unit; see ``Lane.submit``.
+        owner: ``id`` of the unit; see ``Lane.submit``.
     """
 
     owner: int
@@ -49,10 +49,10 @@ class GradientListener(Protocol):
         """Count the unit's gradients again, because a parameter was frozen."""
 
     def begin_gradients(self, *, allocates: bool, has_come: bool) -> int:
-        """Note that the first gradient, or zeros in place of gradients, is packed; return the backward's number."""
+        """Tell the backward that the group's first gradient, or zeros for it, is packed; return the backward's number."""
 
     def lend(self, packer: LanePacker) -> None:
-        """Note that a lane reads autograd's gradients, which ``packer`` holds."""
+        """Tell the backward that a lane reads autograd's gradients, which ``packer`` holds."""
 
     def take_back_lent(self) -> None:
         """Release older gradients that lanes have read, before more gradients wait to be packed."""
@@ -81,8 +81,8 @@ class GradientBuffer:
         packed: receives autograd's gradients. With ``rests_partial`` it is ``main_grad`` itself: whole partial sums
             are accumulated in place, and reduced once at the end of a step.
         rests_final: each microbatch's reduction leaves final gradients in ``main_grad``.
-        packer: as given, but None while the packed buffer takes memory from a slot. Slots are few, or memory of NCCL,
-            so large gradients are packed into their slot on arrival.
+        packer: the argument, but None while the packed buffer takes memory from a slot, and with ``rests_partial``.
+            Slots are few, or memory of NCCL, so large gradients are packed into their slot on arrival.
         divisor: the sum over ranks is divided by it. wire_scale: the part of the division before the reduction.
         pack_scale: factor for gradients when they are packed. takes_products: the factor is a power of two, so that a
             scaled matrix product has the bits of an unscaled one.
@@ -111,7 +111,7 @@ class GradientBuffer:
         reduction: GradientReduction,
         packer: LanePacker | None,
     ) -> None:
-        self.unit, self.last_backward, self.is_replaced = "", 0, False
+        self.unit_name, self.last_backward, self.is_replaced = "", 0, False
         self.tickets: list[Ticket] = []
         self.last_tickets: list[Ticket] = []
         # Set when the unit is made.
@@ -270,7 +270,7 @@ class GradientBuffer:
             self.last_backward = listener.begin_gradients(allocates=allocates, has_come=has_come)
         if self.is_replaced:
             raise StateError(
-                f"unit {self.unit!r}: a backward came to its weights without coming to an output of a unit before, and "
+                f"unit {self.unit_name!r}: a backward came to its weights without coming to an output of a unit before, and "
                 "gradients of an earlier backward are still in use. fix: call zero_grad() before the forward, or "
                 "return the tensor that leads to the loss from the unit's forward"
             )
@@ -410,7 +410,7 @@ class GradientBuffer:
             self._lane_packer.release_lent()
 
     def end_backward(self) -> None:
-        """Expect gradients of all parameters in the next backward."""
+        """Forget which parameters had a gradient in this backward."""
         self._fsdp_params.came[:] = bytes(len(self._views))
 
     # ------------------------------------------------------------------ a sum is discarded
@@ -460,7 +460,7 @@ class GradientBuffer:
 
     def rename(self, name: str) -> None:
         """Change the unit's name in messages and reports."""
-        self.unit, self.binding.name = name, f"unit {name!r}"
+        self.unit_name, self.binding.name = name, f"unit {name!r}"
         self.packed.rename(f"unit {name!r}: packed gradients")
         self.main_grad.rename(f"unit {name!r}: main_grad")
 
@@ -490,7 +490,7 @@ class GradientBuffer:
         under_way = self.binding.sum
         if self.rests_partial and under_way is not None and under_way.is_in_main_grad and divisor != self.divisor:
             raise StateError(
-                f"unit {self.unit!r}: the divisor of gradients was changed from {self.divisor:g} to {divisor:g} after "
+                f"unit {self.unit_name!r}: the divisor of gradients was changed from {self.divisor:g} to {divisor:g} after "
                 "a microbatch whose gradients are divided already and not reduced yet. fix: call "
                 "set_gradient_divide_factor() before the first microbatch of a step"
             )

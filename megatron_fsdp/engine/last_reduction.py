@@ -58,7 +58,7 @@ def _issue(root: Root, groups: Sequence[ParameterGroup]) -> None:
     ticket = lane("last", device).submit(
         functools.partial(start_last, reductions),
         functools.partial(complete_last, reductions),
-        owner=groups[0].unit,
+        owner=groups[0].unit_id,
         tickets=[buffer.last_tickets for buffer in buffers],
         after=[ticket for buffer in buffers for ticket in buffer.tickets],
     )

@@ -190,7 +190,7 @@ class ParameterGroup:
     FSDP2's ``FSDPParamGroup``; ``make_param_group`` makes it. ``Unit`` calls it in a step.
 
     Attributes:
-        name: the unit's name, for messages. unit: the unit's identity. module: the first module of the unit.
+        name: the unit's name, for messages. unit_id: ``id`` of the unit. module: the first module of the unit.
         owned: descriptions of the parameters. parameters: sharded parameters by name within the unit, in plan order.
         plan: where the tensors lie in the buffers. spec: mesh, placements, dtypes and devices.
         weights: the weight buffers; ``main_weight``, ``model_weight`` and ``gathered`` are three of them.
@@ -217,7 +217,7 @@ class ParameterGroup:
     module: weakref.ref[nn.Module]
 
     def __init__(self, owned: Sequence[OwnedParameter], plan: Plan, spec: GroupSpec, name: str) -> None:
-        self.name, self.unit = name, 0
+        self.name, self.unit_id = name, 0
         self.plan, self.spec, self.owned = plan, spec, tuple(owned)
         self.reduce_hook: Callable[[torch.Tensor], None] | None = None
         self.reduce_function: ReduceFunction | None = None
@@ -286,7 +286,7 @@ class ParameterGroup:
 
 
 def announce_step(groups: Iterable[ParameterGroup]) -> None:
-    """Note that main weights have changed or are about to change, so that resting weights are refreshed before use.
+    """Mark main weights as changed, or about to change, so that resting weights are refreshed before use.
 
     Modules that still show gathered weights, after an evaluation for example, show the sharded ones, which are not old.
     Optimizers call this before they step, because a step that raises may have changed some weights.

@@ -120,7 +120,7 @@ def drain(root: Root, num_kept: int) -> None:
                 try:
                     buffer.wait()
                 except RuntimeError as error:
-                    AgreementError.raise_for(buffer.unit, "the reduction of its gradients", error)
+                    AgreementError.raise_for(buffer.unit_name, "the reduction of its gradients", error)
         del reducing[0]
 
 
@@ -136,5 +136,5 @@ def drain_completed(root: Root) -> None:
 
 
 def share_reductions(root: Root, other: Root) -> None:
-    """Let two roots share one limit on packed gradient buffers."""
+    """Count the packed gradient buffers of two roots together, for one limit."""
     root.backward.reducing = other.backward.reducing

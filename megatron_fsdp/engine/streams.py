@@ -273,7 +273,7 @@ class Ticket:
     """A submission to a lane; ``wait`` makes its result visible to compute.
 
     Attributes:
-        lane: the name of the lane. owner: the identity of the unit that submitted the work; 0 for no unit.
+        lane: the name of the lane. owner: ``id`` of the unit that submitted the work; 0 for no unit.
         works: on CPU, handles of the collectives, until ``wait``.
     """
 
@@ -490,21 +490,22 @@ def end_of_compute(device: torch.device) -> Callable[[], None]:
 
 
 class CallerStreams:
-    """Orders the gathers of a stream of weights and the device streams on which its caller takes the tensors.
+    """Orders gathers of weights for an inference engine, and the device streams on which the engine uses the tensors.
 
-    The caller may take each tensor on another device stream: vLLM packs one buffer after the other on streams of its
-    own. A tensor may be used on the stream that was current when it was handed over. Does nothing on a CPU.
+    Weights are gathered in buckets of several tensors, on the current stream (``transfer/``). The caller gets one tensor
+    after the other, and may take each on another stream, as vLLM does. It may use a tensor on the stream that was
+    current when it got the tensor. All methods do nothing on a CPU.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._compute = compute_of(device)
         self._landed: Event | None = None
-        # Streams, by number, that follow the arrival of the bucket that the caller has now.
+        # Numbers of the streams that wait for the bucket that the caller has now.
         self._following: set[int] = set()
 
     def before_gather(self) -> None:
-        """Let the current stream, which gathers follow, follow all others: they trained, or read earlier buckets."""
+        """Make the current stream, which gathers next, wait for all others, which trained or read earlier buckets."""
         if self._compute is not None:
             current = self._compute.streams.current(self._device)
             for stream in self._compute.all():
@@ -512,14 +513,14 @@ class CallerStreams:
                     current.wait_stream(stream)
 
     def bucket_landed(self) -> None:
-        """Note that what the current stream has been given so far fills a bucket."""
+        """Record that the work issued on the current stream so far fills a bucket."""
         if self._compute is not None:
             self._landed = self._compute.streams.event()
             self._landed.record(self._compute.streams.current(self._device))
             self._following = set()
 
     def hand_over(self, memory: torch.Tensor) -> None:
-        """Let the current stream follow the arrival of the bucket, of which a tensor is handed over."""
+        """Make the current stream wait for the bucket that has the next tensor; ``memory`` is the bucket."""
         if self._compute is None or self._landed is None:
             return
         number = self._compute.streams.current_id(self._device)
@@ -534,7 +535,7 @@ class CallerStreams:
             memory.record_stream(stream)
 
     def end(self) -> None:
-        """Let all streams follow the last gather: an optimizer that steps on one of them writes what it reads."""
+        """Make all streams wait for the last gather: an optimizer on one of them writes the weights that it reads."""
         if self._compute is not None and self._landed is not None:
             for stream in self._compute.all():
                 stream.wait_event(self._landed)

@@ -245,7 +245,7 @@ class Unit:
         """Replace the parameter groups of the unit."""
         self.groups = tuple(groups)
         for group in groups:
-            group.unit, group.module = id(self), self.modules[0]
+            group.unit_id, group.module = id(self), self.modules[0]
 
     def count_trained(self) -> None:
         """Update the attributes that depend on which parameters are trained and which groups have gradient buffers."""

@@ -178,7 +178,7 @@ def set_requires_grad(params: FSDPParams, index: int, requires_grad: bool) -> No
 
 
 def note_params(group: ParameterGroup) -> None:
-    """Let the sharded parameters be found by name, and the group by them; refuse what would have no effect on them."""
+    """Register the sharded parameters under their names, and their group; refuse uses that would have no effect."""
     params = group.fsdp_params
     params.module_infos = make_module_infos(params.owned, params.sharded_params, params.unsharded_params)
     # Every in-place operator on a sharded parameter changes the version of the rows below it.

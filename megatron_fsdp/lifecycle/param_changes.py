@@ -226,7 +226,7 @@ class ParamChanges(StepHooks[Unit, Call]):
         apply_requires_grad(unit, group, changed)
 
     def on_main_grad_held(self, unit: Unit, group: ParameterGroup) -> None:
-        """Give the group other memory for gradients, unless the user has released the tensors since."""
+        """Make another gradient buffer for the group, unless the user has released the tensors since."""
         replace_held_gradients(unit, group)
 
     def on_replaced(self, group: ParameterGroup) -> None:
@@ -238,7 +238,7 @@ def _refuse_replaced(group: ParameterGroup) -> None:
     """Raise if a module's parameter is neither the sharded nor the gathered one of this group.
 
     Raises:
-        StateError: there is such a thing, or nothing.
+        StateError: another tensor, or None, is registered under the parameter's name.
     """
     infos = group.fsdp_params.module_infos
     for index, (registry, attribute, resting, used) in zip(infos.indices, infos.places, strict=True):

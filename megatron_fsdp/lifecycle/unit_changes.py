@@ -100,7 +100,7 @@ def materialize_unit(unit: Unit) -> None:
 
 
 def rename_unit(unit: Unit, name: str) -> None:
-    """Take the name that the unit has below a (new) root."""
+    """Rename a unit: ``name`` is its path below a new root."""
     unit.name = name
     for group in unit.groups:
         group.name = name

@@ -113,7 +113,7 @@ class WeightCatalog:
         by_unit: dict[int, list[CatalogGroup]] = {}
         for group, weights in found.values():
             weights.sort(key=lambda weight, plan=group.plan: plan.offsets[weight.index])  # type: ignore[misc]
-            by_unit.setdefault(group.unit, []).append(CatalogGroup(group, tuple(weights)))
+            by_unit.setdefault(group.unit_id, []).append(CatalogGroup(group, tuple(weights)))
         groups = tuple(each for same in by_unit.values() for each in same)
         return cls(groups, tuple(loose), _ranks_of(each.group for each in groups))
 
