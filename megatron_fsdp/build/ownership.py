@@ -213,7 +213,8 @@ def mark_owned(parameter: nn.Parameter, unit: str, name: str) -> None:
 def mark_ignored(modules: Iterable[nn.Module], ignored: Iterable[nn.Parameter]) -> None:
     """Remember the parameters that the user lists in ``ignored_params``, and their places in the modules.
 
-    The places are needed because ``to_empty`` makes new objects, the objects because they may be registered elsewhere too.
+    The places are needed because ``to_empty`` makes new objects, and the objects because they may be registered in
+    other places too.
     """
     ids = set()
     for parameter in ignored:

@@ -49,7 +49,7 @@ class GradientListener(Protocol):
         """Count the unit's gradients again, because a parameter was frozen."""
 
     def begin_gradients(self, *, allocates: bool, has_come: bool) -> int:
-        """Tell the backward that the group's first gradient, or zeros for it, is packed; return the backward's number."""
+        """Tell the backward that the first gradient, or zeros in its place, is packed; return the backward's number."""
 
     def lend(self, packer: LanePacker) -> None:
         """Tell the backward that a lane reads autograd's gradients, which ``packer`` holds."""
@@ -270,8 +270,8 @@ class GradientBuffer:
             self.last_backward = listener.begin_gradients(allocates=allocates, has_come=has_come)
         if self.is_replaced:
             raise StateError(
-                f"unit {self.unit_name!r}: a backward came to its weights without coming to an output of a unit before, and "
-                "gradients of an earlier backward are still in use. fix: call zero_grad() before the forward, or "
+                f"unit {self.unit_name!r}: a backward came to its weights without coming to an output of a unit before, "
+                "and gradients of an earlier backward are still in use. fix: call zero_grad() before the forward, or "
                 "return the tensor that leads to the loss from the unit's forward"
             )
         self.wait()
@@ -490,8 +490,8 @@ class GradientBuffer:
         under_way = self.binding.sum
         if self.rests_partial and under_way is not None and under_way.is_in_main_grad and divisor != self.divisor:
             raise StateError(
-                f"unit {self.unit_name!r}: the divisor of gradients was changed from {self.divisor:g} to {divisor:g} after "
-                "a microbatch whose gradients are divided already and not reduced yet. fix: call "
+                f"unit {self.unit_name!r}: the divisor of gradients was changed from {self.divisor:g} to {divisor:g} "
+                "after a microbatch whose gradients are divided already and not reduced yet. fix: call "
                 "set_gradient_divide_factor() before the first microbatch of a step"
             )
         scale_before = self._own_scale

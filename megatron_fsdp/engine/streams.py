@@ -490,11 +490,11 @@ def end_of_compute(device: torch.device) -> Callable[[], None]:
 
 
 class CallerStreams:
-    """Orders gathers of weights for an inference engine, and the device streams on which the engine uses the tensors.
+    """Orders gathers of weights (``transfer/``), and the device streams on which the caller uses the tensors.
 
-    Weights are gathered in buckets of several tensors, on the current stream (``transfer/``). The caller gets one tensor
-    after the other, and may take each on another stream, as vLLM does. It may use a tensor on the stream that was
-    current when it got the tensor. All methods do nothing on a CPU.
+    Weights are gathered in buckets of several tensors, on the current stream. The caller gets one tensor after the
+    other, and may take each on another stream, as vLLM does. It may use a tensor on the stream that was current when it
+    got the tensor. All methods do nothing on a CPU.
     """
 
     def __init__(self, device: torch.device) -> None:
