@@ -270,9 +270,9 @@ class GradientBuffer:
             self.last_backward = listener.begin_gradients(allocates=allocates, has_come=has_come)
         if self.is_replaced:
             raise StateError(
-                f"unit {self.unit_name!r}: a backward came to its weights without coming to an output of a unit before, "
-                "and gradients of an earlier backward are still in use. fix: call zero_grad() before the forward, or "
-                "return the tensor that leads to the loss from the unit's forward"
+                f"unit {self.unit_name!r}: a backward came to its weights without coming to an output of a unit "
+                "before, and gradients of an earlier backward are still in use. fix: call zero_grad() before the "
+                "forward, or return the tensor that leads to the loss from the unit's forward"
             )
         self.wait()
         if self.last_tickets:

@@ -24,7 +24,6 @@ __all__ = [
     "HOST_READS",
     "HOST_WRITES",
     "LANES",
-    "LATEST",
     "CallerStreams",
     "Compute",
     "Event",
@@ -192,8 +191,8 @@ class Turns:
 COMPUTES: dict[torch.device, Compute] = {}
 LANES: dict[tuple[str, torch.device], Lane] = {}
 """The process's lanes, by name and device (``lane``)."""
-LATEST: list[Any] = []
-"""The event after the last submission to any lane of a device; empty if there was none."""
+_latest: Event | None = None
+"""The event after the last submission to any lane of a device; see ``latest_submission``."""
 _DOUBLES: list[Any] = []
 
 
@@ -234,19 +233,20 @@ def wait_for_event(event: torch.Event, device: torch.device) -> None:
         compute.streams.current(device).wait_event(event)
 
 
-def latest_submission() -> Any:
+def latest_submission() -> Event | None:
     """Return the event after the last submission to any lane of a device; any thread may query it.
 
     None before the first submission, and after one that was captured into a graph: its event does not follow replays.
     """
-    return LATEST[0] if LATEST else None
+    return _latest
 
 
 @contextmanager
 def drive_with(streams: Any) -> Iterator[None]:
     """Use the double ``streams`` for every device inside a ``with`` block; make and use models inside of the block."""
     known: tuple[dict[Any, Any], ...] = (LANES, COMPUTES)
-    before, latest = [dict(each) for each in known], list(LATEST)
+    global _latest
+    before, latest = [dict(each) for each in known], _latest
     for each in known:
         each.clear()
     _DOUBLES.append(streams)
@@ -257,7 +257,7 @@ def drive_with(streams: Any) -> Iterator[None]:
         for each, saved in zip(known, before, strict=True):
             each.clear()
             each.update(saved)
-        LATEST[:] = latest
+        _latest = latest
 
 
 # ---------------------------------------------------------------- lanes
@@ -406,6 +406,7 @@ class Lane:
         after: Iterable[Ticket],
     ) -> None:
         """Run the operation on the lane's stream, after all work of the compute streams so far."""
+        global _latest
         streams, mine = compute.streams, self._stream
         assert mine is not None
         # The wait also covers memory: the allocator may hand out, on this stream, a block that compute has released.
@@ -427,7 +428,7 @@ class Lane:
                 event.record(mine)
                 ticket._event = self._last = event
                 self._is_last_captured = streams.is_capturing()
-        LATEST[:] = [] if self._is_last_captured else [event]
+        _latest = None if self._is_last_captured else event
         if listeners:
             tell("issued", ticket)
 
