@@ -83,12 +83,14 @@ class FSDPParams:
         counted: tensors whose versions grow with every in-place change of sharded parameters that PyTorch counts.
         module_infos: where the parameters are registered.
         subclass: the name of a parameter class with all-gather hooks; empty for plain parameters.
-        begun: set while a backward packs gradients of the group; then hooks of small gradients return at once.
-        begun_on_lane: the same for hooks of larger gradients, if a ``LanePacker`` packs them.
-        last_turn: the stream that had the last turn at the packed buffer (``streams.Turns``).
         came: one byte per parameter, 1 if autograd has accumulated its gradient in this backward.
         is_small: one byte per parameter, 1 if it has at most ``SMALL_NUMEL`` elements.
         last_requires_grad: per parameter, ``requires_grad`` at compute's last use.
+
+    Attributes that the gradient buffer sets and gradient hooks read, so that a hook with nothing to do makes no call:
+        begun: set while a backward packs gradients of the group; then hooks of small gradients return at once.
+        begun_on_lane: the same for hooks of larger gradients, if a ``LanePacker`` packs them.
+        last_turn: the stream that had the last turn at the packed buffer (``streams.Turns``).
     """
 
     module_infos: ParamModuleInfos

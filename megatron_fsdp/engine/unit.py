@@ -257,7 +257,7 @@ class Unit:
         self.rests_final = all(buffer.rests_final for buffer in self.gradient_buffers)
 
     @property
-    def is_in_backward(self) -> bool:
+    def backward_reads_weights(self) -> bool:
         """True while a backward is in the unit and may read the gathered weights."""
         state = self.root.backward
         return is_in_backward() and self.reference in state.active and self.reference not in state.closed
@@ -433,7 +433,7 @@ class Unit:
             self.pending_calls.append(weakref.ref(call))
             if len(self.pending_calls) > 1:
                 living = [reference for reference in self.pending_calls if reference() is not None]
-                self.pending_calls = sorted(living, key=_begin)
+                self.pending_calls = sorted(living, key=_begin_of)
 
 
 class BackwardState:
@@ -640,6 +640,6 @@ def is_in_backward() -> bool:
     return task_id() != -1
 
 
-def _begin(reference: weakref.ref[Call]) -> int:
+def _begin_of(reference: weakref.ref[Call]) -> int:
     call = reference()
     return 0 if call is None else call.begin

@@ -52,6 +52,8 @@ def refuse_change(weights: Sequence[torch.Tensor]) -> NoReturn:
 
 
 def _counting(name: str) -> Callable[..., Any]:
+    """Return the method ``name`` of a parameter, which also counts a write of ``requires_grad``."""
+
     def count(self: Any, *args: Any, **options: Any) -> Any:
         REQUIRES_GRAD_WRITES.number += 1
         return getattr(super(UnshardedParam, self), name)(*args, **options)
@@ -188,6 +190,7 @@ class ReleasedWeight(UnshardedParam):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        """Run functions that read no values; raise ``StorageError`` for any other."""
         name = getattr(func, "__name__", "")
         if name in ("__get__", "__set__", "__delete__"):
             name = getattr(getattr(func, "__self__", None), "__name__", "")
@@ -207,6 +210,7 @@ class ReleasedWeight(UnshardedParam):
 
 
 def _in_place(name: str) -> Callable[..., Any]:
+    """Return the in-place operator ``name``, which raises unless the group's gathered weights may be changed."""
     change = getattr(torch.Tensor, name)
 
     def change_in_place(self: UnshardedParam, *args: Any, **options: Any) -> Any:
@@ -230,6 +234,7 @@ KINDS: tuple[type[UnshardedParam], ...] = (GatheredWeight, ReleasedWeight)
 
 
 def _released(args: Iterable[Any], kwargs: dict[str, Any], name: str) -> StorageError:
+    """Return the error for a call of ``name`` with a released weight among its arguments."""
     operands = [*args, *kwargs.values()]
     nested = [item for operand in operands if isinstance(operand, (list, tuple)) for item in operand]
     weight = next(item for item in (*operands, *nested) if isinstance(item, ReleasedWeight))

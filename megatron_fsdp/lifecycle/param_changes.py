@@ -282,7 +282,7 @@ def before_state_dict(unit: Unit, module: nn.Module, prefix: str, keep_vars: boo
             "block ends. fix: call model.state_dict() or full_state_dict(model) outside of the block; inside, "
             "{name: p.detach().clone() for name, p in model.named_parameters()} copies whole weights"
         )
-    if unit.is_in_backward:
+    if unit.backward_reads_weights:
         raise StateError(
             f"unit {unit.name!r}: state_dict() in a backward of the unit, which needs the gathered weights. fix: call "
             "it after backward() has returned"

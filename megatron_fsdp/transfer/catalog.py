@@ -124,7 +124,7 @@ def _refuse_use(unit: Unit) -> None:
             f"unit {unit.name!r}: its weights are to be sent inside unsharded(), where the module shows weights in the "
             "compute dtype and not the main weights. fix: send them after the block"
         )
-    if unit.is_in_backward:
+    if unit.backward_reads_weights:
         raise StateError(
             f"unit {unit.name!r}: its weights are to be sent in a backward, which needs the gathered weights. fix: "
             "send them after backward() has returned"
