@@ -95,7 +95,7 @@ class FirstUse(StepHooks[Unit, Call]):
         """A unit is about to be gathered; raises as ``agree`` and ``_compare`` do."""
         if not self._has_agreed:
             apply_grad_dtypes(unit)
-        if not all(group.rests_whole for group in unit.groups):
+        if not all(group.weights.rests_whole for group in unit.groups):
             self.agree(unit.root)
             self._compare("gather", unit)
 

@@ -62,7 +62,7 @@ def start_gathers(groups: Sequence[ParameterGroup], *, check: bool, owner: int =
         if group.spec.is_offloaded:
             expect_host_read(group.spec.device)
         group.freshness.gathered_generation = generation
-        if not group.rests_whole:
+        if not group.weights.rests_whole:
             weights.append(group.weights)
             if group.weights.gather_hooks is not None:
                 then = functools.partial(_post_all_gather, weights)
@@ -196,7 +196,6 @@ class ParameterGroup:
         weights: the weight buffers; ``main_weight``, ``model_weight`` and ``gathered`` are three of them.
         gradient_buffer: None for a frozen group.
         fsdp_params: the sharded and the unsharded parameters.
-        rests_whole: every rank has the whole resting weights, so nothing is gathered.
         is_meta: nothing is allocated yet, because the parameters were on the meta device.
         is_writable: gathered weights may be changed, inside ``unsharded(model, writeback=True)``.
         freshness: the age of the resting and the gathered weights.
@@ -211,7 +210,6 @@ class ParameterGroup:
     fsdp_params: FSDPParams
     parameters: dict[str, nn.Parameter]
     gradient_buffer: GradientBuffer | None
-    rests_whole: bool
     is_meta: bool
     is_writable = False
     module: weakref.ref[nn.Module]
@@ -257,7 +255,7 @@ class ParameterGroup:
         """Register the unsharded parameters in the modules, after compute waits for the gather; may be repeated."""
         if self.weights.post_forward is not None:
             self.weights.post_forward.drop()
-        if not self.rests_whole:
+        if not self.weights.rests_whole:
             self.fsdp_params.allow_reads()
         self.fsdp_params.module_infos.show(is_gathered=True)
 
@@ -276,7 +274,7 @@ class ParameterGroup:
             self.freshness.mark_gathered_changed()
             if self.weights.can_restore_gathered:
                 self.fsdp_params.accept_versions()
-        if not self.rests_whole:
+        if not self.weights.rests_whole:
             self.fsdp_params.forbid_reads(is_unchanged=not (changed or is_raising))
             self.weights.release(keep_generation=self.freshness.gathered_generation if keep_part else None)
         return changed

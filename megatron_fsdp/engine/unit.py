@@ -265,7 +265,7 @@ class Unit:
     @property
     def gathered_bytes(self) -> int:
         """The bytes that a gather of the unit allocates; weights that rest whole do not count."""
-        return sum(group.gathered.nbytes for group in self.groups if not group.rests_whole)
+        return sum(group.gathered.nbytes for group in self.groups if not group.weights.rests_whole)
 
     def show_sharded(self) -> None:
         """Register the sharded parameters in the modules without releasing the gathered weights."""

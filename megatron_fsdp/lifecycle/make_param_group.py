@@ -96,7 +96,7 @@ def _build(
     if weights is None:
         weights = make_weights(group.owned, group.plan, spec, group.name)
     weights.keeps_gathered = spec.keeps_gathered
-    group.weights, group.rests_whole = weights, weights.rests_whole
+    group.weights = weights
     group.main_weight, group.model_weight, group.gathered = weights.main, weights.model, weights.gathered
     params = group.fsdp_params = _make_params(group, weights, known)
     note_params(group)
@@ -104,7 +104,7 @@ def _build(
         set_requires_grad(params, index, owned.parameter.requires_grad)
     if weights.remainder is not None:
         weights.remainder.watch(params.sharded_params)
-    if not group.rests_whole:
+    if not group.weights.rests_whole:
         # Not earlier, because PyTorch makes views on allocated memory only.
         params.forbid_reads()
         group.weights.release()

@@ -151,7 +151,7 @@ def _reason(unit: Unit, asked: bool | int | None, *, is_root: bool) -> str:
     """Return why a unit keeps or releases its weights after forward, in words."""
     if not unit.groups:
         return "nothing to release: it has no parameters of its own"
-    if all(group.rests_whole for group in unit.groups):
+    if all(group.weights.rests_whole for group in unit.groups):
         return "nothing to release: its weights rest whole on every rank"
     if asked is not None and not isinstance(asked, bool):
         return f"released after forward but for one part in {asked}: reshard_after_forward={asked}"

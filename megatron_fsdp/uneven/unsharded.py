@@ -131,7 +131,7 @@ def _gather(chosen: Sequence[Unit], action: str) -> set[int]:
                 kept.add(id(unit))
             for group in unit.groups:
                 # Allocate before any collective, so that a rank without memory does not block other ranks in one.
-                if not group.rests_whole and not group.gathered.storage.is_allocated:
+                if not group.weights.rests_whole and not group.gathered.storage.is_allocated:
                     allocated.append((unit, group))
                     group.gathered.storage.reallocate()
     except BaseException as error:

@@ -413,7 +413,7 @@ class ForwardOrder:
     @property
     def drains(self) -> bool:
         """Return whether compute may wait for reductions in backward: no rank waits for a gather there."""
-        return all(group.rests_whole for unit in alive(self._units) for group in unit.groups)
+        return all(group.weights.rests_whole for unit in alive(self._units) for group in unit.groups)
 
     def refuse_late(self, unit: Unit) -> None:
         """Refuse a gradient of a unit whose gradients are reduced already."""
