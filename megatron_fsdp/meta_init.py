@@ -62,7 +62,7 @@ def materialize(model: nn.Module, init_fn: Initializer | None = None) -> None:
         if any(tensor is not None and tensor.is_meta for tensor in _held(module).values())
     ]
     device = next((group.spec.device for unit in units for group in unit.groups), torch.device("cpu"))
-    fresh = [group for unit in units for group in unit.groups if group.is_meta]
+    fresh = [group for unit in units for group in unit.groups if group.spec.is_meta]
     for unit in units:
         materialize_unit(unit)
     unwritten = meta_buffers(model)

@@ -120,7 +120,7 @@ def _find_stale(groups: Sequence[ParameterGroup]) -> list[ParameterGroup]:
         if has_changed or group.freshness.is_suspect or is_refreshed_always:
             stale.append(group)
     for group in stale:
-        if group.is_meta:
+        if group.spec.is_meta:
             raise StateError(
                 f"unit {group.name!r}: parameters {', '.join(map(repr, group.parameters))} are on the meta device "
                 "still. fix: call materialize(model), or model.to_empty(device=...) and initialise it, or load a "
@@ -196,7 +196,6 @@ class ParameterGroup:
         weights: the weight buffers; ``main_weight``, ``model_weight`` and ``gathered`` are three of them.
         gradient_buffer: None for a frozen group.
         fsdp_params: the sharded and the unsharded parameters.
-        is_meta: nothing is allocated yet, because the parameters were on the meta device.
         is_writable: gathered weights may be changed, inside ``unsharded(model, writeback=True)``.
         freshness: the age of the resting and the gathered weights.
         reduce_hook, reduce_function: see ``set_reduction``.
@@ -210,7 +209,6 @@ class ParameterGroup:
     fsdp_params: FSDPParams
     parameters: dict[str, nn.Parameter]
     gradient_buffer: GradientBuffer | None
-    is_meta: bool
     is_writable = False
     module: weakref.ref[nn.Module]
 

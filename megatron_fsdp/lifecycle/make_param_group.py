@@ -92,7 +92,7 @@ def _build(
         known: sharded parameters that stay the same objects, over other memory.
         weights: weight buffers that exist already.
     """
-    group.spec, group.is_meta = spec, spec.is_meta
+    group.spec = spec
     if weights is None:
         weights = make_weights(group.owned, group.plan, spec, group.name)
     weights.keeps_gathered = spec.keeps_gathered
@@ -249,7 +249,7 @@ def materialize_group(group: ParameterGroup) -> None:
 
     Like ``nn.Module.to_empty`` this makes new parameter objects: build optimizers afterwards.
     """
-    if group.is_meta:
+    if group.spec.is_meta:
         for owned, param in zip(group.owned, group.fsdp_params.sharded_params, strict=True):
             owned.parameter.requires_grad_(param.requires_grad)
         _build(group, replace(group.spec, is_meta=False))
@@ -308,9 +308,9 @@ def forget_originals(group: ParameterGroup) -> None:
             # Freed here, unless the user keeps a reference and computes with it.
             words = f"unit {group.name!r}, parameter {owned.name!r}"
             owned.parameter.register_post_accumulate_grad_hook(partial(_refuse_original, words))
-            if not group.is_meta and owned.extension is None:
+            if not group.spec.is_meta and owned.extension is None:
                 replace_original(owned.parameter, param, words)
-        if not group.is_meta:
+        if not group.spec.is_meta:
             owned.parameter = param
             if owned.extension is not None:
                 owned.extension = owned.extension.emptied()

@@ -58,7 +58,7 @@ def apply_to_group(
     probe = torch.empty(1, dtype=current.dtype, device=current.device)
     with torch.no_grad():
         found = function(probe)
-    if group.is_meta and found.device == group.spec.device:
+    if group.spec.is_meta and found.device == group.spec.device:
         materialize_group(group)
     elif found.device != current.device or (probe.device.type == "cpu" and probe.is_shared()):
         what = "go into shared memory" if found.device == current.device else f"move to {found.device}"
@@ -356,7 +356,9 @@ def _materialize_for(module: nn.Module, prefix: str, state_dict: dict[str, Any])
     is_loaded = False
     for unit in units_below(module):
         params = [param for group in unit.groups for param in group.parameters.values()]
-        if any(group.is_meta for group in unit.groups) and all(names.get(id(param)) in state_dict for param in params):
+        if any(group.spec.is_meta for group in unit.groups) and all(
+            names.get(id(param)) in state_dict for param in params
+        ):
             materialize_unit(unit)
             is_loaded = True
     if is_loaded:

@@ -143,7 +143,7 @@ def check_wire_dtype(dtype: torch.dtype | None) -> None:
 
 def _sharded(group: ParameterGroup, parameter: torch.Tensor, names: list[str]) -> ShardedWeight:
     index = next(index for index, param in enumerate(group.parameters.values()) if param is parameter)
-    if group.is_meta:
+    if group.spec.is_meta:
         raise StateError(
             f"unit {group.name!r}: parameter {names[0]!r} is on the meta device still, so it has no value to send. "
             "fix: call materialize(model) first; or model.to_empty(device=...), and load a checkpoint"

@@ -182,7 +182,7 @@ def _check_group(group: ParameterGroup, *, is_awaited: bool) -> None:
     params = group.fsdp_params.sharded_params
     first = next(iter(group.parameters))
     obstacles = {
-        "is on the meta device; fix: call materialize(model) first": group.is_meta,
+        "is on the meta device; fix: call materialize(model) first": group.spec.is_meta,
         "has a gradient; fix: call optimizer.step() and model.zero_grad() first": any(
             p.grad is not None for p in params
         )

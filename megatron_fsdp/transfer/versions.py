@@ -86,7 +86,7 @@ class WeightTracker:
         found: weakref.WeakKeyDictionary[ParameterGroup, int] = weakref.WeakKeyDictionary()
         for group in self._groups():
             found[group] = -1
-            if not group.is_meta and group.weights.main.storage.is_allocated:
+            if not group.spec.is_meta and group.weights.main.storage.is_allocated:
                 counted = (group.weights.main.local_buffer, *group.fsdp_params.counted)
                 found[group] = sum(tensor._version for tensor in counted)
         return found
