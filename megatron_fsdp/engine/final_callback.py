@@ -1,7 +1,7 @@
 """final_callback: autograd calls it at the end of a backward; the gradients become final and are shown in ``.grad``.
 
 FSDP2's function is ``FSDPState._root_post_backward_final_callback``. Autograd does not call it after a backward that
-raised (``recovery.py``). With manual finalization a part of it runs later (``finalize_backward.py``).
+raised (``recovery.py``). With manual finalization a part of it runs later (``manual_finalization.py``).
 """
 
 from __future__ import annotations

@@ -15,9 +15,9 @@ from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 
-from megatron_fsdp.engine.finalize_backward import complete_gradients, refuse_in_backward, start_pending_reductions
 from megatron_fsdp.engine.forward import post_forward, pre_forward
 from megatron_fsdp.engine.fused_linear import fuse_linear_layers
+from megatron_fsdp.engine.manual_finalization import complete_gradients, refuse_in_backward, start_pending_reductions
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.engine.recovery import reset, settle
 from megatron_fsdp.engine.streams import wait_for_host_reads

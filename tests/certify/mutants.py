@@ -31,7 +31,7 @@ MODULES = (
     "megatron_fsdp.engine.last_reduction",
     "megatron_fsdp.engine.final_callback",
     "megatron_fsdp.engine.recovery",
-    "megatron_fsdp.engine.finalize_backward",
+    "megatron_fsdp.engine.manual_finalization",
     "megatron_fsdp.engine.unit",
     "megatron_fsdp.engine.param_group",
     "megatron_fsdp.engine.weight_buffers",

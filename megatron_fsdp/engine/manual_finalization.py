@@ -1,7 +1,7 @@
-"""finalize_backward: complete, outside of any backward, the gradients that backwards have left unfinished.
+"""Complete, outside of any backward, the gradients that backwards have left unfinished.
 
-``FSDPModule.finalize_backward`` calls ``complete_gradients``, after ``set_manual_backward_finalization(True)``. So does
-Megatron's ``finish_grad_sync``.
+``FSDPModule.finalize_backward`` calls ``complete_gradients``, after ``set_manual_backward_finalization(True)``.
+Megatron's ``finish_grad_sync`` calls it too.
 """
 
 from __future__ import annotations
