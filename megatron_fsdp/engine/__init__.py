@@ -12,13 +12,15 @@
 | file | what it has | in FSDP2 |
 |---|---|---|
 | unit.py | the state of a unit, and of all units of a model; unshard, reshard | FSDPState, FSDPStateContext |
-| param_group.py, weight_buffers.py | the way of a weight: gather, release, refresh | FSDPParamGroup, foreach_all_gather |
+| param_group.py, weight_buffers.py | weights: gather, release, refresh | FSDPParamGroup, foreach_all_gather |
 | freshness.py, optimizer_steps.py | are the gathered weights as new as the main weights? | |
 | params.py, unsharded_param.py | sharded and unsharded parameters | FSDPParam |
-| grads.py, reduce.py, last_reduction.py | the way of a gradient to main_grad | foreach_reduce |
+| grads.py, reduce.py, last_reduction.py | gradients: pack, reduce, add to main_grad | foreach_reduce |
 | accumulation.py | main_grad as .grad | |
 | streams.py | the order of work on a device | FSDPCommContext |
 | outputs.py, graph_queries.py | hooks on outputs; questions about autograd's graph | RegisterPreBackwardFunction |
-| fused_linear.py, split_main_params.py, param_loops.py | matrix products into the packed buffer; FP32 weights in two halves; loops in C | |
+| fused_linear.py | weight gradients that are multiplied into the packed buffer | |
+| split_main_params.py | FP32 main weights in two halves | |
+| param_loops.py | loops over parameters that run in C | |
 | hooks.py | StepHooks: the events that checks and variants receive | |
 """
