@@ -157,7 +157,8 @@ def _group_key(owned: OwnedParameter, options: GroupOptions) -> tuple[object, ..
     is_alone = owned.extension is not None or getattr(parameter, "fsdp_own_group", False)
     return (
         parameter.dtype, parameter.requires_grad, parameter.is_meta, owned.is_replicated,
-        None if owned.split is None else owned.split.key, owned.policy.param_dtype, owned.grad_dtype,
+        None if owned.tensor_parallel is None else owned.tensor_parallel.key, owned.policy.param_dtype,
+        owned.grad_dtype,
         id(owned) if is_alone else None, _gather_dtype(owned, options),
     )  # fmt: skip
 

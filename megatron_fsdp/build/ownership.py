@@ -56,7 +56,7 @@ class OwnedParameter:
     Attributes:
         name: the first name within the unit.
         param_module_infos: every place where it is registered (several when it is tied).
-        split: how it is sharded over axes that are not data-parallel; None for a plain parameter.
+        tensor_parallel: how it is sharded over axes that are not data-parallel; None for a plain parameter.
         is_replicated: it stays whole on every rank (``fsdp_no_shard``).
         policy: its mixed precision. grad_dtype: the attribute of that name, as the user set it.
         extension: of a subclass with its own all-gather; None for any other.
@@ -66,7 +66,7 @@ class OwnedParameter:
 
     name: str
     parameter: nn.Parameter
-    split: TensorParallel | None = None
+    tensor_parallel: TensorParallel | None = None
     is_replicated: bool = False
     policy: MixedPrecisionPolicy = MixedPrecisionPolicy()  # noqa: RUF009  # frozen
     grad_dtype: GradDtype = "own"
@@ -88,7 +88,7 @@ class OwnedParameter:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of ``local_tensor``; the parameter's own unless it is ``split``."""
+        """Shape of ``local_tensor``; the parameter's own shape, unless ``tensor_parallel`` is set."""
         return tuple(self.local_tensor.shape)
 
 

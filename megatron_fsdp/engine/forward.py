@@ -212,7 +212,8 @@ def _close_call(unit: Unit, call: Call) -> None:
         root.lingering = unit.reference
         # Modules show the sharded parameters meanwhile: what other modules read of them must not end with this unit.
         unit.show_sharded()
-    elif unit.reshards_after_forward() or not (has_grad or unit.reshard_after_forward is False):
+    elif unit.reshards_after_forward() or (not has_grad and unit.reshard_after_forward is not False):
+        # If no backward follows, the root is resharded too, unless the user has set False.
         unit.reshard(keep_part=has_grad if root.order is None else root.order.has_grad)
     if HOST_READS and not has_grad and (outermost is None or outermost.open_call is None):
         # No backward follows, so the host waits now.

@@ -182,7 +182,7 @@ def fuse_linear_layers(owned: Iterable[OwnedParameter]) -> None:
             continue
         for info in parameter.param_module_infos:
             kind = type(info.module)
-            if parameter.split is None and info.attribute == "weight" and kind.forward is nn.Linear.forward:
+            if parameter.tensor_parallel is None and info.attribute == "weight" and kind.forward is nn.Linear.forward:
                 info.module.__class__ = _fused_class(kind)  # type: ignore[arg-type]  # a class is hashable
 
 

@@ -226,10 +226,10 @@ class GradientBuffer:
                 self._pack(index, gradient)
 
     def _add(self, index: int, gradient: torch.Tensor) -> None:
-        split = self._fsdp_params.owned[index].split
-        if split is not None:
+        tensor_parallel = self._fsdp_params.owned[index].tensor_parallel
+        if tensor_parallel is not None:
             # The part of this rank along the tensor-parallel axis, whole along the data-parallel axes.
-            gradient = split.local_gradient(gradient)
+            gradient = tensor_parallel.local_gradient(gradient)
         if gradient.layout is not torch.strided:
             gradient = gradient.to_dense()
         accumulate(gradient, self._views[index], scale=self.pack_scale, overwrite=not self._filled[index])
@@ -286,7 +286,7 @@ class GradientBuffer:
             self.packed.storage.reallocate()
             if self._gaps:
                 torch._foreach_zero_(self._gaps)
-        self._copies = self.pack_scale == 1.0 and not self._fsdp_params.has_splits
+        self._copies = self.pack_scale == 1.0 and not self._fsdp_params.has_tensor_parallel
         self._begun.is_set = has_come
         if self._lane_packer is not None:
             if listener is not None:
@@ -533,7 +533,7 @@ def should_pack_on_lane(spec: GroupSpec, params: FSDPParams) -> bool:
         turns(spec.compute_device) is not None
         and spec.dtypes.reduce.itemsize > params.unsharded_params[0].itemsize
         and spec.fuses_weight_gradients != "wide"
-        and not params.has_splits
+        and not params.has_tensor_parallel
     )
 
 

@@ -246,8 +246,8 @@ class ParameterGroup:
         These are the ``Flat`` data-parallel axes and the tensor-parallel axes of the parameters.
         """
         flat = [axis for axis, placement in zip(self.main_weight.axes, placements, strict=True) if placement == Flat()]
-        split = self.owned[0].split
-        return flat if split is None else flat + split.sharded_axes
+        tensor_parallel = self.owned[0].tensor_parallel
+        return flat if tensor_parallel is None else flat + tensor_parallel.sharded_axes
 
     def use_gathered(self) -> None:
         """Register the unsharded parameters in the modules, after compute waits for the gather; may be repeated."""

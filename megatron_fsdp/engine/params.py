@@ -79,7 +79,7 @@ class FSDPParams:
         kinds: the classes of a gathered and of a released unsharded parameter (``unsharded_param.KINDS``).
 
     Attributes:
-        has_splits: some parameters are also sharded over another axis (tensor parallelism).
+        has_tensor_parallel: some parameters are sharded over tensor-parallel axes too.
         counted: tensors whose versions grow with every in-place change of sharded parameters that PyTorch counts.
         module_infos: where the parameters are registered.
         subclass: the name of a parameter class with all-gather hooks; empty for plain parameters.
@@ -106,7 +106,7 @@ class FSDPParams:
     ) -> None:
         self.owned = tuple(owned)
         self.main_weight = main_weight
-        self.has_splits = any(parameter.split is not None for parameter in owned)
+        self.has_tensor_parallel = any(parameter.tensor_parallel is not None for parameter in owned)
         self.sharded_params, self.unsharded_params = sharded_params, unsharded_params
         self._kinds = kinds
         self._guarded = [param for param in unsharded_params if isinstance(param, kinds[0])]
@@ -199,8 +199,8 @@ class FSDPParams:
 
     def wrap(self, index: int, rows: DTensor) -> DTensor:
         """Return another buffer's DTensor of parameter ``index``, placed like the sharded parameter."""
-        split = self.owned[index].split
-        return rows if split is None else split.as_sharded(rows)
+        tensor_parallel = self.owned[index].tensor_parallel
+        return rows if tensor_parallel is None else tensor_parallel.as_sharded(rows)
 
 
 def _counters_of(tensors: Iterable[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], list[int]]:
@@ -375,12 +375,12 @@ def laid_out(params: FSDPParams, param: torch.Tensor, value: torch.Tensor) -> DT
     All ranks of the mesh must call it, because it gathers a DTensor.
     """
     index = next(position for position, other in enumerate(params.sharded_params) if other is param)
-    template, split = params.sharded_params[index], params.owned[index].split
+    template, tensor_parallel = params.sharded_params[index], params.owned[index].tensor_parallel
     assert isinstance(template, FlatDTensor)
     local = torch.empty_like(template.to_local(), dtype=value.dtype)
     held = params.main_weight.layout.held(index)
     whole = (value.full_tensor() if isinstance(value, DTensor) else value).detach()
-    part = (whole if split is None else split.local_part(whole)).reshape(-1)
+    part = (whole if tensor_parallel is None else tensor_parallel.local_part(whole)).reshape(-1)
     local.view(-1).copy_(part[held.start : held.stop])
     return FlatDTensor.from_local(
         local, template.device_mesh, template.placements, run_check=False, shape=template.shape,

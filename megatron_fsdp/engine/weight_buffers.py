@@ -110,14 +110,14 @@ class WeightBuffers:
     def sharded_rows(self, index: int, owned: OwnedParameter) -> DTensor:
         """Return the sharded parameter, a DTensor over ``main``."""
         rows = self.main.get_dtensor(index)
-        return rows if owned.split is None else owned.split.as_sharded(rows)
+        return rows if owned.tensor_parallel is None else owned.tensor_parallel.as_sharded(rows)
 
     def unsharded_param(self, index: int, owned: OwnedParameter) -> nn.Parameter:
         """Return the unsharded parameter, a view of ``gathered``."""
         like = self.gathered.get_local_tensor(index)
         view = self._views.as_strided(like.shape, like.stride(), like.storage_offset())
-        if owned.split is not None:
-            return nn.Parameter(owned.split.gathered(view), requires_grad=False)
+        if owned.tensor_parallel is not None:
+            return nn.Parameter(owned.tensor_parallel.gathered(view), requires_grad=False)
         # ``nn.Parameter(view)`` would have a separate version counter, so the class of a view is changed instead.
         param: Any = view.detach()
         param.__class__ = GatheredWeight

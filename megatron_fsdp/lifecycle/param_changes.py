@@ -165,7 +165,7 @@ def _convert(group: ParameterGroup, dtype: torch.dtype, *, is_awaited: bool) -> 
     weights, values, params = group.weights, group.main_weight.local_buffer, group.fsdp_params.sharded_params
     obstacles = {
         "main weights are split": weights.remainder is not None,
-        "they are sharded over further axes": group.fsdp_params.has_splits,
+        "they are sharded over further axes": group.fsdp_params.has_tensor_parallel,
         "they have gradients (zero_grad() first)": any(param.grad is not None for param in params),
         "a backward of an earlier forward may still come (delete its outputs)": is_awaited,
     }

@@ -123,7 +123,7 @@ def _pieces(
         first = 0
         yield _Piece("weight", parameter.detach().contiguous(), first)
     else:
-        if group.owned[0].split is not None:
+        if group.owned[0].tensor_parallel is not None:
             raise ConfigError(
                 f"checksum: parameter {name!r} of unit {group.name!r} is cut by tensor or expert parallelism; wanted "
                 "parameters that only data-parallel axes shard. fix: compare full_state_dict(model) instead"

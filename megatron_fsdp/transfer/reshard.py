@@ -209,7 +209,7 @@ def _check_ranks(units: Sequence[Unit], new_ranks: Sequence[int], lost: Collecti
                     f"{group.name!r} over {mesh_ranks(group.spec.mesh)}. fix: call reshard_ on modules whose units "
                     "share a mesh, one after the other"
                 )
-            if group.owned[0].split is not None and tuple(new_ranks) != mesh_ranks(first):
+            if group.owned[0].tensor_parallel is not None and tuple(new_ranks) != mesh_ranks(first):
                 raise ConfigError(
                     f"reshard_: unit {group.name!r}: parameter {group.owned[0].name!r} is cut by tensor or expert "
                     "parallelism, so its data-parallel ranks cannot change. fix: keep mesh=None, or save_checkpoint "
@@ -315,7 +315,8 @@ def _kind(group: ParameterGroup, owned: OwnedParameter) -> tuple[object, ...]:
     return (
         spec.device, spec.dtypes, spec.divisor, spec.is_offloaded, spec.is_pinned, spec.fuses_weight_gradients,
         spec.keeps_gathered, spec.has_own_granularity, spec.has_own_divisor, spec.placements, owned.is_replicated,
-        None if owned.split is None else owned.split.key, flags, id(group.reduce_hook), id(group.reduce_function),
+        None if owned.tensor_parallel is None else owned.tensor_parallel.key, flags, id(group.reduce_hook),
+        id(group.reduce_function),
         id(group.weights.gather_function), id(owned) if is_alone else None,
     )  # fmt: skip
 

@@ -109,7 +109,7 @@ def _check(model: nn.Module, chosen: Sequence[Unit], writeback: bool) -> None:
         )
     if writeback:
         for group in (group for unit in chosen for group in unit.groups):
-            if group.fsdp_params.subclass or any(owned.split is not None for owned in group.owned):
+            if group.fsdp_params.subclass or any(owned.tensor_parallel is not None for owned in group.owned):
                 raise StateError(
                     f"unsharded(writeback=True): unit {group.name!r} has parameters "
                     f"{', '.join(map(repr, group.parameters))} whose gathered values do not map back to main weights "
