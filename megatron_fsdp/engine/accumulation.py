@@ -12,28 +12,24 @@ from __future__ import annotations
 
 import functools
 import operator
-import sys
-import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from dbuffer import DBuffer, FlatDTensor
 from dbuffer.dtensor.autograd import is_reached, own_kind_of_grad
 from dbuffer.dtensor.placed_tensor import GradDrops, PlacedTensor, words_of
+from megatron_fsdp.engine.grad_memory import GradMemory
 from megatron_fsdp.engine.optimizer_steps import STEP_CHECKS
 from megatron_fsdp.engine.param_loops import clear_grads, grads_of, hooks_of, set_grads
 from megatron_fsdp.engine.params import FSDPParams, own_rows
-from megatron_fsdp.engine.streams import compute_of
+from megatron_fsdp.engine.pending_gradient import PendingGradient, refuse_pending
 from megatron_fsdp.errors import StateError
 from megatron_fsdp.policy.precision import grad_dtype_of
 
-__all__ = ["Accumulation", "GradBinding", "GradMemory", "PendingGradient", "refuse_pending"]
+__all__ = ["Accumulation", "GradBinding"]
 
 
 class Accumulation:
@@ -187,7 +183,7 @@ class GradBinding:
         """
         if not self._pending:
             me, indices = weakref.ref(self), range(len(self.parameters))
-            self._pending = [PendingGradient.of(me, index) for index in indices]
+            self._pending = [PendingGradient.of(functools.partial(_describe, me, index)) for index in indices]
         if not under_way.is_pending:
             STEP_CHECKS.append(refuse_pending)
             under_way.is_pending = True
@@ -476,6 +472,11 @@ class GradBinding:
             self.has_final = False
 
 
+def _describe(binding: weakref.ref[GradBinding], index: int) -> str:
+    found = binding()
+    return "the model of this gradient is gone" if found is None else found.describe(index)
+
+
 def _drop(binding: weakref.ref[GradBinding]) -> None:
     found = binding()
     if found is not None:
@@ -515,146 +516,3 @@ def _refuse_second_call(parameter: torch.Tensor) -> None:
 
 def _either(ones: Sequence[int], others: Sequence[int]) -> bytearray:
     return bytearray(one | other for one, other in zip(ones, others, strict=True))
-
-
-# How often, and at which intervals, ``GradMemory`` looks again while a gloo thread may hold the memory.
-_LOOKS, _PAUSE_S = 10, 0.001
-
-
-class GradMemory:
-    """The memory of ``main_grad``: allocated while gradients exist, released when every ``.grad`` is None.
-
-    Gradients of a plain model live as long as a reference to them, and so does this memory: ``release_unless_held``
-    compares reference counts with those that were counted when only the engine had references.
-
-    Args:
-        main_grad: the buffer.
-        drops: reports when ``.grad`` is set to None; from an allocation on, for any parameter.
-        is_sent_last: the last collective of a step sends ``main_grad`` itself.
-
-    Attributes:
-        keeps: the memory stays allocated without gradients too.
-        is_captured: a graph writes to the memory whenever it is replayed, so it stays whatever the user keeps.
-        is_held: ``release_unless_held`` found that the user holds a tensor that lies in the memory.
-        gaps: views of the padding, which no gradient is written to and which stays zero.
-    """
-
-    def __init__(self, main_grad: DBuffer, drops: GradDrops, *, is_sent_last: bool) -> None:
-        self._drops = drops
-        self.keeps = self.is_captured = self.is_held = False
-        self.gaps: Sequence[torch.Tensor] = ()
-        self.is_sent_last = is_sent_last
-        self._main_grad, self._compute = main_grad, compute_of(main_grad.device)
-        self._counted: list[torch.Tensor] = []
-        self._references: tuple[int, ...] = ()
-
-    def allocate(self) -> bool:
-        """Allocate the memory, with zeros in ``gaps`` alone; return whether it was released before."""
-        storage = self._main_grad.storage
-        if self._compute is not None and self._compute.streams.is_capturing():
-            self.is_captured = True
-        if storage.is_allocated:
-            return False
-        storage.reallocate()
-        self._drops.last = None
-        for gap in self.gaps:
-            gap.zero_()
-        if not self._references:
-            self._references = self._count_references()
-        return True
-
-    def release_unless_held(self) -> bool:
-        """Release the memory unless it is to stay or the user holds a tensor in it; return whether it was released."""
-        storage = self._main_grad.storage
-        if self.is_captured or not storage.is_allocated or not storage.nbytes:
-            return False
-        self.is_held = bool(self._references) and self._find_held()
-        if self.is_held or self.keeps:
-            return False
-        storage.release()
-        return True
-
-    def count_references_to(self, gradients: Sequence[DTensor]) -> None:
-        """Count the references to the tensors that ``.grad`` will show, before a user can have any."""
-        self._counted = [*gradients, *[gradient._local_tensor for gradient in gradients]]
-        self._references = self._count_references()
-
-    def is_gradient_held(self, index: int) -> bool:
-        """Return whether the user holds the gradient of parameter ``index``, or its local tensor."""
-        found = self._count_references()
-        return any(found[place] != self._references[place] for place in self._places(index))
-
-    def replace_gradient(self, index: int, gradients: Sequence[DTensor]) -> None:
-        """Count references to the new gradient of parameter ``index``, to which the user has none yet."""
-        both = (gradients[index], gradients[index]._local_tensor)
-        for place, tensor in zip(self._places(index), both, strict=True):
-            self._counted[place - 1] = tensor
-
-    def _places(self, index: int) -> tuple[int, int]:
-        return 1 + index, 1 + index + len(self._counted) // 2
-
-    def _find_held(self) -> bool:
-        """Return whether the user holds a tensor that lies in the memory."""
-        found = self._count_references()
-        looks = _LOOKS if self.is_sent_last and self._main_grad.device.type == "cpu" else 0
-        for _ in range(looks):
-            if found == self._references or found[1:] != self._references[1:]:
-                break
-            # A gloo thread that ended the last reduction may not have dropped its tensors yet. Seen at 2 of 1,600
-            # calls on two idle cores; one pause was enough.
-            time.sleep(_PAUSE_S)
-            found = self._count_references()
-        return found != self._references
-
-    def _count_references(self) -> tuple[int, ...]:
-        """Return how many tensors lie in the memory, and the number of references to each that ``.grad`` shows."""
-        storage = self._main_grad.storage.tensor.untyped_storage()
-        return torch._C._storage_Use_Count(storage._cdata), *map(sys.getrefcount, self._counted)
-
-
-class PendingGradient(torch.Tensor):
-    """The ``.grad`` of a sharded parameter while its gradient is a sum under way: every use of it raises.
-
-    ``.grad`` is a pending gradient between microbatches that keep gradients on this rank, and after a backward that
-    raised. With None, a user could not drop the sum by setting ``.grad`` to None, and an optimizer would step without
-    an error.
-
-    The reference to the ``GradBinding`` is weak.
-    """
-
-    _fsdp_binding: weakref.ref[GradBinding]
-    _fsdp_index: int
-
-    @staticmethod
-    def of(binding: weakref.ref[GradBinding], index: int) -> PendingGradient:
-        """Make the pending gradient of parameter ``index``."""
-        made = torch.empty(0).as_subclass(PendingGradient)
-        made._fsdp_binding, made._fsdp_index = binding, index
-        return made
-
-    def describe(self) -> str:
-        """Return the message of the error."""
-        owner = self._fsdp_binding()
-        return "the model of this gradient is gone" if owner is None else owner.describe(self._fsdp_index)
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Raise a StateError."""
-        raise StateError(next(each for each in tree_leaves((args, kwargs)) if isinstance(each, cls)).describe())
-
-    def __getattr__(self, name: str) -> Any:
-        raise StateError(self.describe())
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch leaves it untyped
-        return "a sum under way"
-
-
-def refuse_pending(optimizer: Optimizer) -> None:
-    """Refuse to step parameters whose gradients are sums under way, before anything is changed.
-
-    Raises:
-        StateError: names the first such parameter.
-    """
-    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-        if isinstance(parameter.grad, PendingGradient):
-            raise StateError(parameter.grad.describe())

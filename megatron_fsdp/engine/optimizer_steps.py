@@ -27,7 +27,7 @@ __all__ = [
 STEP_CHECKS: list[Callable[[Optimizer], None]] = []
 """Functions that are called before each step of an optimizer, and raise if it must not step now.
 
-Each is in the list while it applies: ``accumulation.refuse_pending``, for example, once for each group whose ``.grad``
+Each is in the list while it applies: ``refuse_pending``, for example, once for each group whose ``.grad``
 is not final.
 """
 
