@@ -15,7 +15,7 @@
 | param_group.py, weight_buffers.py | weights: gather, release, refresh | FSDPParamGroup, foreach_all_gather |
 | freshness.py, optimizer_steps.py | are the gathered weights as new as the main weights? | |
 | params.py, unsharded_param.py | sharded and unsharded parameters | FSDPParam |
-| grads.py, reduce.py, last_reduction.py | gradients: pack, reduce, add to main_grad | foreach_reduce |
+| grads.py, lane_packer.py, reduce.py, last_reduction.py | gradients: pack, reduce, add to main_grad | foreach_reduce |
 | accumulation.py, grad_memory.py, pending_gradient.py | main_grad as .grad | |
 | streams.py | the order of work on a device | FSDPCommContext |
 | outputs.py, graph_queries.py | hooks on outputs; questions about autograd's graph | RegisterPreBackwardFunction |

@@ -18,8 +18,8 @@ from torch import nn
 from dbuffer.dtensor.placed_tensor import REQUIRES_GRAD_WRITES
 from dbuffer.events import listeners, tell
 from megatron_fsdp.engine.final_callback import final_callback
-from megatron_fsdp.engine.grads import LanePacker
 from megatron_fsdp.engine.graph_queries import awaits_call, is_watched
+from megatron_fsdp.engine.lane_packer import LanePacker
 from megatron_fsdp.engine.post_backward import active_units, drain, drain_completed, leave_unit, post_backward
 from megatron_fsdp.engine.recovery import discard_dropped_sums, mark_raised, recover
 from megatron_fsdp.engine.unit import Call, Root, Unit, WeightState, alive, task_id

@@ -19,8 +19,9 @@ from torch import nn
 
 from dbuffer.errors import MeshError
 from dbuffer.events import listeners, tell
-from megatron_fsdp.engine.grads import GradientBuffer, LanePacker
+from megatron_fsdp.engine.grads import GradientBuffer
 from megatron_fsdp.engine.hooks import SharedOrder, StepHooks, sees_collectives
+from megatron_fsdp.engine.lane_packer import LanePacker
 from megatron_fsdp.engine.param_group import ParameterGroup, start_gathers
 from megatron_fsdp.engine.streams import Event, Ticket, turns
 from megatron_fsdp.engine.unsharded_param import refuse_change

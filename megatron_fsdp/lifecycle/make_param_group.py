@@ -21,7 +21,8 @@ from dbuffer.dtensor.placed_tensor import Label, label
 from megatron_fsdp.build.builder import GroupSpec
 from megatron_fsdp.build.ownership import OwnedParameter, mark_owned
 from megatron_fsdp.engine.freshness import Freshness
-from megatron_fsdp.engine.grads import GradientBuffer, LanePacker, should_pack_on_lane
+from megatron_fsdp.engine.grads import GradientBuffer
+from megatron_fsdp.engine.lane_packer import LanePacker, should_pack_on_lane
 from megatron_fsdp.engine.param_group import ParameterGroup, note_group
 from megatron_fsdp.engine.params import (
     NEVER,

@@ -38,6 +38,7 @@ MODULES = (
     "megatron_fsdp.lifecycle.make_param_group",
     "megatron_fsdp.lifecycle.unit_changes",
     "megatron_fsdp.engine.grads",
+    "megatron_fsdp.engine.lane_packer",
     "megatron_fsdp.engine.reduce",
     "megatron_fsdp.variants.memory_slots",
     "megatron_fsdp.checks.missing_gradients",
