@@ -26,7 +26,7 @@ class Freshness:
         generation: of the resting weights. gathered_generation: of the weights that were gathered last.
         num_changes: how many times the version counters were found changed.
         has_changed: True if main weights have changed since the last refresh.
-        is_suspect: True if main weights may have changed without a trace.
+        may_have_changed: True if main weights may have changed although no version counter shows it.
     """
 
     __slots__ = (
@@ -35,7 +35,7 @@ class Freshness:
         "gathered_generation",
         "generation",
         "has_changed",
-        "is_suspect",
+        "may_have_changed",
         "num_changes",
     )
 
@@ -43,12 +43,12 @@ class Freshness:
         self._tensors = tensors
         self._seen = -1
         self.num_changes = num_changes
-        self.has_changed, self.is_suspect = True, False
+        self.has_changed, self.may_have_changed = True, False
         self.generation = self.gathered_generation = 0
 
     def mark_gathered_changed(self) -> None:
         """Mark the gathered weights, and the parts kept of them, as old, so that no forward uses them again."""
-        self.is_suspect = True
+        self.may_have_changed = True
         self.generation += 1
 
     def notice_changes(self) -> bool:
@@ -66,7 +66,7 @@ class Freshness:
         self.has_changed = False
         # An evaluation may come between the backward and the step. The training forward after the step refreshes again.
         if torch.is_grad_enabled():
-            self.is_suspect = False
+            self.may_have_changed = False
 
     def resynchronize(self) -> None:
         """Resynchronize the version counters after a write that did not change the main weights."""

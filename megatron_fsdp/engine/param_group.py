@@ -40,7 +40,7 @@ __all__ = [
     "announce_step_of",
     "group_of_parameter",
     "groups_stepped_by",
-    "note_group",
+    "record_group",
     "start_gathers",
 ]
 
@@ -117,7 +117,7 @@ def _find_stale(groups: Sequence[ParameterGroup]) -> list[ParameterGroup]:
         # A change through .data of the local part, or by a user's kernel, is not counted. So a refresh without
         # communication is done before every forward, and any refresh before every forward in evaluation.
         is_refreshed_always = group.weights.refreshes_locally or not torch.is_grad_enabled()
-        if has_changed or group.freshness.is_suspect or is_refreshed_always:
+        if has_changed or group.freshness.may_have_changed or is_refreshed_always:
             stale.append(group)
     for group in stale:
         if group.spec.is_meta:
@@ -165,7 +165,7 @@ def group_of_parameter(parameter: torch.Tensor) -> ParameterGroup | None:
     return None if reference is None else reference()
 
 
-def note_group(parameter: torch.Tensor, group: ParameterGroup) -> None:
+def record_group(parameter: torch.Tensor, group: ParameterGroup) -> None:
     """Record the group of a sharded parameter for ``group_of_parameter``."""
     _GROUPS[parameter] = weakref.ref(group)
     _STEPPED.clear()

@@ -23,7 +23,7 @@ from megatron_fsdp.build.ownership import OwnedParameter, mark_owned
 from megatron_fsdp.engine.freshness import Freshness
 from megatron_fsdp.engine.grads import GradientBuffer
 from megatron_fsdp.engine.lane_packer import LanePacker, should_pack_on_lane
-from megatron_fsdp.engine.param_group import ParameterGroup, note_group
+from megatron_fsdp.engine.param_group import ParameterGroup, record_group
 from megatron_fsdp.engine.params import (
     NEVER,
     FSDPParams,
@@ -100,7 +100,7 @@ def _build(
     group.weights = weights
     group.main_weight, group.model_weight, group.gathered = weights.main, weights.model, weights.gathered
     params = group.fsdp_params = _make_params(group, weights, known)
-    note_params(group)
+    record_params(group)
     for index, owned in enumerate(group.owned):
         set_requires_grad(params, index, owned.parameter.requires_grad)
     if weights.remainder is not None:
@@ -118,7 +118,7 @@ def _build(
 def _make_params(group: ParameterGroup, weights: WeightBuffers, known: Sequence[nn.Parameter]) -> FSDPParams:
     extension = weights.gather_hooks if isinstance(weights.gather_hooks, ExtensionHooks) else None
     sharded = [
-        _standing_for(
+        _sharded_param(
             each,
             weights.sharded_rows(index, each) if extension is None else extension.sharded_rows(),
             each.parameter.requires_grad,
@@ -142,7 +142,7 @@ def _make_params(group: ParameterGroup, weights: WeightBuffers, known: Sequence[
     return params
 
 
-def _standing_for(owned: OwnedParameter, value: torch.Tensor, requires_grad: bool) -> nn.Parameter:
+def _sharded_param(owned: OwnedParameter, value: torch.Tensor, requires_grad: bool) -> nn.Parameter:
     param = nn.Parameter(value, requires_grad=requires_grad)
     if owned.kind is not None:
         param.__class__ = _sharded_kind(type(param), owned.kind)
@@ -178,7 +178,7 @@ def set_requires_grad(params: FSDPParams, index: int, requires_grad: bool) -> No
         torch.Tensor.register_post_accumulate_grad_hook(used, hook)  # type: ignore[no-untyped-call]  # torch's stub
 
 
-def note_params(group: ParameterGroup) -> None:
+def record_params(group: ParameterGroup) -> None:
     """Register the sharded parameters under their names, and their group; refuse uses that would have no effect."""
     params = group.fsdp_params
     params.module_infos = make_module_infos(params.owned, params.sharded_params, params.unsharded_params)
@@ -187,7 +187,7 @@ def note_params(group: ParameterGroup) -> None:
     params.counted[:] = [params.main_weight.local_buffer, *locals_]
     group.parameters = dict(zip((each.name for each in group.owned), params.sharded_params, strict=True))
     for owned, param, weight in zip(group.owned, params.sharded_params, params.unsharded_params, strict=True):
-        note_group(param, group)
+        record_group(param, group)
         mark_owned(param, group.name, owned.name)
         handle = handle_of(weight)
         reasons = {"hook": partial(_no_hooks, handle), "convert": partial(_no_conversion, handle)}
@@ -296,7 +296,7 @@ def restore_group(group: ParameterGroup, values: Sequence[nn.Parameter]) -> None
     """
     for param, value in zip(group.fsdp_params.sharded_params, values, strict=True):
         rebind(param, value)  # type: ignore[arg-type]  # both are sharded
-    note_params(group)
+    record_params(group)
     if group.gradient_buffer is not None:
         make_gradients(group)
 
@@ -390,7 +390,7 @@ def make_module_infos(
 def shown_over(params: FSDPParams, values: DBuffer) -> Iterator[None]:
     """Register parameters over another buffer of the same plan, inside the block, in place of the sharded ones."""
     shown = [
-        _standing_for(owned, params.wrap(index, values.get_dtensor(index)), param.requires_grad)
+        _sharded_param(owned, params.wrap(index, values.get_dtensor(index)), param.requires_grad)
         for index, (owned, param) in enumerate(zip(params.owned, params.sharded_params, strict=True))
     ]
     make_module_infos(params.owned, shown, params.unsharded_params).register()

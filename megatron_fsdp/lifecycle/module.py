@@ -529,7 +529,7 @@ def gather_afresh(unit: Unit) -> None:
     ):
         unit.reshard()
     for group in unit.groups:
-        group.freshness.is_suspect = True
+        group.freshness.may_have_changed = True
     unit.unshard(check=True)
 
 
