@@ -168,11 +168,11 @@ class Turns:
         self._last = last
         self._stream: torch.Stream | None = None
 
-    def take(self, finish: Callable[[], None]) -> None:
+    def take(self, finish_turn: Callable[[], None]) -> None:
         """Make the current stream wait for the stream that had the last turn.
 
         Args:
-            finish: called on that stream before, to finish its work on the buffer.
+            finish_turn: called on that stream before, to finish its work on the buffer.
         """
         compute = self._compute
         streams = compute.streams
@@ -182,7 +182,7 @@ class Turns:
         stream, before = streams.current(compute.device), self._stream
         if before is not None and compute.is_captured(before) is streams.is_capturing():
             with streams.use(before):
-                finish()
+                finish_turn()
             stream.wait_stream(before)
         compute.note()
         self._last.stream, self._stream = number, stream

@@ -49,7 +49,7 @@ MODULES = (
 )
 # Statements that order work: the last part of the name of the called function.
 _ORDERS = frozenset(
-    """wait wait_event wait_stream record synchronize join join_lanes take note leave wait_for_event wait_on_host
+    """wait wait_event wait_stream record synchronize join join_lanes take note finish_turn wait_for_event wait_on_host
     wait_for_unshard drain""".split()
 )
 # Statements that give memory back or take it.
@@ -164,7 +164,7 @@ EQUIVALENT: dict[str, str] = {
 # Mutants that no configuration tells from the engine so far, with what would be needed.
 OPEN: dict[str, str] = {
     "Ticket.cancel: `if self._event is not None` taken as True": "an interrupt before a lane waited for compute",
-    "Turns.take: without `finish()`": (
+    "Turns.take: without `finish_turn()`": (
         "a stream that allocates, before it follows any lane, what another one has copied"
     ),
     "UnitGradientListener.begin_gradients: `if root.order is None or root.order.drains` taken as True": (
