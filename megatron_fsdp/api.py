@@ -13,22 +13,23 @@ from torch.distributed.tensor import Shard
 
 from dbuffer import PlacementError
 from dbuffer.mesh import make_groups, mesh_axes
-from megatron_fsdp.build.builder import GranularityChoice, Wishes, plan_groups
+from megatron_fsdp.build.builder import GranularityChoice, GroupOptions, plan_groups
 from megatron_fsdp.build.no_shard import is_no_shard
-from megatron_fsdp.build.ownership import OwnedParameter, collect_parameters, leave_alone
+from megatron_fsdp.build.ownership import OwnedParameter, collect_parameters, mark_ignored
 from megatron_fsdp.build.shared_memory import refuse_shared_memory
-from megatron_fsdp.checks.added_params import make_tree
+from megatron_fsdp.checks.added_params import watch_tree
 from megatron_fsdp.checks.agreement import Wrapping
 from megatron_fsdp.checks.attach import attach_root
 from megatron_fsdp.checks.unowned_params import refuse_unowned_steps
-from megatron_fsdp.engine.final_callback import settle
-from megatron_fsdp.engine.freshness import hear_of_first_steps
+from megatron_fsdp.engine.optimizer_steps import add_first_step_check
 from megatron_fsdp.engine.post_backward import share_reductions
+from megatron_fsdp.engine.recovery import settle
 from megatron_fsdp.engine.unit import Unit, units_below
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.installation import check_torch
-from megatron_fsdp.lifecycle.make_param_group import forget_originals, make_param_group, make_unit, rename_unit
+from megatron_fsdp.lifecycle.make_param_group import forget_originals, make_param_group
 from megatron_fsdp.lifecycle.module import FSDPModule, convert, unit_of
+from megatron_fsdp.lifecycle.unit_changes import make_unit, rename_unit
 from megatron_fsdp.optim.stock.flat_step import attend_optimizers
 from megatron_fsdp.policy.mesh import buffer_device, sharding_target, warn_of_one_queue
 from megatron_fsdp.policy.offload import offload_of, warn_without_gloo
@@ -122,7 +123,7 @@ def fully_shard(
         warn_of_one_queue(target.mesh)
         # Do not change the module before all ranks have passed the checks.
         buffers = _moved_buffers(modules, buffer_device(target.mesh), owned)
-        plans = plan_groups(owned, Wishes(target, policy, offload, grad_divisor, granularity))
+        plans = plan_groups(owned, GroupOptions(target, policy, offload, grad_divisor, granularity))
         groups = [make_param_group(each.owned, each.plan, each.spec, name) for each in plans]
         unit = make_unit(name, modules, groups, policy)
         check_reshard(unit, reshard_after_forward)
@@ -144,12 +145,13 @@ def put_in_place(
 ) -> None:
     """Attach a new unit to its modules, replace their parameters and make it the root of the units below."""
     reshard_to(unit, reshard_after_forward)
-    leave_alone(modules, ignored)
-    unit.trees = {id(each): make_tree(each, {id(parameter) for parameter in ignored}) for each in modules}
+    mark_ignored(modules, ignored)
+    for each in modules:
+        watch_tree(each, {id(parameter) for parameter in ignored})
     convert(modules, unit)
     for group in unit.groups:
         forget_originals(group)
-    hear_of_first_steps(refuse_unowned_steps)
+    add_first_step_check(refuse_unowned_steps)
     attend_optimizers()
     _adopt_units(modules, unit)
 

@@ -14,7 +14,8 @@ from dbuffer.collectives.broadcast import broadcast
 from megatron_fsdp.engine.param_group import ParameterGroup, group_of_parameter
 from megatron_fsdp.engine.unit import Unit, units_below
 from megatron_fsdp.errors import ConfigError, StateError
-from megatron_fsdp.lifecycle.make_param_group import materialize_unit, shown_over
+from megatron_fsdp.lifecycle.make_param_group import shown_over
+from megatron_fsdp.lifecycle.unit_changes import materialize_unit
 from megatron_fsdp.lifecycle.unwritten_buffers import meta_buffers, note_unwritten
 
 __all__ = ["in_full_precision", "materialize"]
@@ -62,7 +63,7 @@ def materialize(model: nn.Module, init_fn: Initializer | None = None) -> None:
         if any(tensor is not None and tensor.is_meta for tensor in _held(module).values())
     ]
     device = next((group.spec.device for unit in units for group in unit.groups), torch.device("cpu"))
-    fresh = [group for unit in units for group in unit.groups if group.is_meta]
+    fresh = [group for unit in units for group in unit.groups if group.spec.is_meta]
     for unit in units:
         materialize_unit(unit)
     unwritten = meta_buffers(model)

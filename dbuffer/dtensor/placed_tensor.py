@@ -38,8 +38,8 @@ class Tally:
         self.number = 0
 
 
-FLAGS_SET = Tally()
-"""How often any sharded tensor was frozen or unfrozen. Code that checks for such changes compares this one number."""
+REQUIRES_GRAD_WRITES = Tally()
+"""How often ``requires_grad`` of any sharded or gathered parameter was set. Code that looks for changes compares it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ class PlacedTensor(DTensor):
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
-        FLAGS_SET.number += 1
+        REQUIRES_GRAD_WRITES.number += 1
         with torch._C.DisableTorchFunctionSubclass():
             _REQUIRES_GRAD.__set__(self, value)
 

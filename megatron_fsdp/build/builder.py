@@ -28,10 +28,13 @@ from megatron_fsdp.policy.offload import CPUOffloadPolicy
 from megatron_fsdp.policy.precision import GroupDtypes, MixedPrecisionPolicy
 from megatron_fsdp.policy.strategy import Placements
 
-__all__ = ["GranularityChoice", "GroupPlan", "GroupSpec", "Wishes", "plan_groups"]
+__all__ = ["GranularityChoice", "GroupOptions", "GroupPlan", "GroupSpec", "plan_groups"]
 
 GranularityChoice = Granularity | Callable[[nn.Parameter], Granularity | None] | None
-"""Where shards may be cut: as one says, or a function of each parameter; None: between slices of dimension 0."""
+"""Where shards may be cut: one rule for all parameters, or a function that returns the rule of each.
+
+None cuts between slices of dimension 0.
+"""
 
 # PyTorch's tools support cuts between slices of the first dimension best. Only weights of few, large slices need finer
 # ones: Mixtral's eight experts over 64 ranks would take five times their size.
@@ -47,7 +50,7 @@ class GroupSpec:
         mesh: the data-parallel axes alone. placements: the strategy on these axes.
         device: of compute. dtypes: of the four copies.
         divisor: gradients are divided by this, by default the number of data-parallel ranks.
-        is_offloaded: main weights, compute weights and main gradients live in CPU memory. is_pinned: that memory is
+        is_offloaded: main weights, resting weights and main gradients live in CPU memory. is_pinned: that memory is
             page-locked, so that a GPU can read it.
         is_meta: the parameters are on the meta device: nothing is allocated before ``materialize``.
         fuses_weight_gradients: as the policy's ``fuse_weight_gradients``.
@@ -71,9 +74,9 @@ class GroupSpec:
 
     @property
     def gathers_main_weights(self) -> bool:
-        """Return whether gathers read main weights and cast them, so that the group has no separate compute weights.
+        """Return whether gathers read main weights and cast them, so that the group has no separate resting weights.
 
-        False if compute weights are unsharded in another dtype, or sharded more coarsely than main weights.
+        False if resting weights are unsharded in another dtype, or sharded more coarsely than main weights.
         """
         parameter, dtypes = self.placements.parameter, self.dtypes
         return parameter == self.placements.optimizer and (dtypes.main is dtypes.compute or Flat() in parameter)
@@ -85,7 +88,7 @@ class GroupSpec:
 
     @property
     def resting_device(self) -> torch.device:
-        """The device of main weights, compute weights and main gradients."""
+        """The device of main weights, resting weights and main gradients."""
         return torch.device("cpu") if self.is_offloaded and not self.is_meta else self.compute_device
 
 
@@ -103,7 +106,7 @@ class GroupPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
+class GroupOptions:
     """The arguments of ``fully_shard`` that concern the groups of one unit.
 
     Attributes:
@@ -117,34 +120,34 @@ class Wishes:
     granularity: GranularityChoice
 
 
-def plan_groups(owned: Sequence[OwnedParameter], wishes: Wishes) -> list[GroupPlan]:
+def plan_groups(owned: Sequence[OwnedParameter], options: GroupOptions) -> list[GroupPlan]:
     """Return the groups of a unit: one per region of parameters that can share buffers.
 
     Raises:
         ConfigError: ``param_dtype_override_fn`` returned something else than it may, or a granularity cuts inside rows.
     """
     for each in owned:
-        each.policy = wishes.policy.for_parameter(each.name, each.parameter)
-    settle_grad_dtypes(owned, wishes.policy, [each.parameter for each in owned])
+        each.policy = options.policy.for_parameter(each.name, each.parameter)
+    settle_grad_dtypes(owned, options.policy, [each.parameter for each in owned])
     alike: dict[tuple[object, ...], list[OwnedParameter]] = {}
     for each in owned:
-        alike.setdefault(_kind(each, wishes), []).append(each)
+        alike.setdefault(_group_key(each, options), []).append(each)
     plans = []
     for members in alike.values():
-        spec = _spec(members[0], wishes)
-        for region in _regions(members, spec, wishes):
+        spec = _spec(members[0], options)
+        for region in _regions(members, spec, options):
             plans.append(GroupPlan([members[index] for index in region.indices], region.plan, spec))
     return plans
 
 
-def _gather_dtype(owned: OwnedParameter, wishes: Wishes) -> str | None:
+def _gather_dtype(owned: OwnedParameter, options: GroupOptions) -> str | None:
     """Return the dtype in which a parameter is gathered, if it is not the compute dtype."""
     may_pack = owned.parameter.is_floating_point() and not owned.is_replicated and owned.extension is None
     is_matrix = len(owned.shape) > 1 and owned.parameter.numel() > 0
-    return wishes.policy.gather_dtype if may_pack and is_matrix else None
+    return options.policy.gather_dtype if may_pack and is_matrix else None
 
 
-def _kind(owned: OwnedParameter, wishes: Wishes) -> tuple[object, ...]:
+def _group_key(owned: OwnedParameter, options: GroupOptions) -> tuple[object, ...]:
     """Return the properties that parameters in one group have in common.
 
     A parameter with its own all-gather is a separate group. So is one with the attribute ``fsdp_own_group``: then only
@@ -154,44 +157,45 @@ def _kind(owned: OwnedParameter, wishes: Wishes) -> tuple[object, ...]:
     is_alone = owned.extension is not None or getattr(parameter, "fsdp_own_group", False)
     return (
         parameter.dtype, parameter.requires_grad, parameter.is_meta, owned.is_replicated,
-        None if owned.split is None else owned.split.key, owned.policy.param_dtype, owned.grad_dtype,
-        id(owned) if is_alone else None, _gather_dtype(owned, wishes),
+        None if owned.tensor_parallel is None else owned.tensor_parallel.key, owned.policy.param_dtype,
+        owned.grad_dtype,
+        id(owned) if is_alone else None, _gather_dtype(owned, options),
     )  # fmt: skip
 
 
-def _spec(first: OwnedParameter, wishes: Wishes) -> GroupSpec:
-    own, mesh, placements = first.parameter, wishes.target.mesh, wishes.target.placements
+def _spec(first: OwnedParameter, options: GroupOptions) -> GroupSpec:
+    own, mesh, placements = first.parameter, options.target.mesh, options.target.placements
     is_bytes = first.extension is not None and first.extension.is_packed
     dtypes = first.dtypes_for(torch.uint8 if is_bytes else own.dtype, requires_grad=own.requires_grad)
-    offload = None if first.is_replicated else wishes.offload
+    offload = None if first.is_replicated else options.offload
     is_fused = first.extension is None and not is_off("fused-gradients")
     return GroupSpec(
         mesh,
         Placements.no_shard(*placements.dp_axes) if first.is_replicated else placements,
         buffer_device(mesh),
-        replace(dtypes, gather=_gather_dtype(first, wishes)),
+        replace(dtypes, gather=_gather_dtype(first, options)),
         # Invariant sums need a divisor that does not depend on the mesh, and the user has to give it.
-        math.inf if wishes.policy.reduction == "invariant" else mesh.size() * wishes.divisor,
+        math.inf if options.policy.reduction == "invariant" else mesh.size() * options.divisor,
         is_offloaded=offload is not None,
         is_pinned=offload is not None and offload.pin_memory,
         is_meta=own.is_meta,
-        fuses_weight_gradients=is_fused and wishes.policy.fuse_weight_gradients,
-        has_own_granularity=wishes.granularity is not None,
+        fuses_weight_gradients=is_fused and options.policy.fuse_weight_gradients,
+        has_own_granularity=options.granularity is not None,
     )
 
 
 # ---------------------------------------------------------------- layout
 
 
-def _regions(alike: Sequence[OwnedParameter], spec: GroupSpec, wishes: Wishes) -> Sequence[Region]:
+def _regions(alike: Sequence[OwnedParameter], spec: GroupSpec, options: GroupOptions) -> Sequence[Region]:
     """Lay out parameters that share buffers."""
     num_shards = spec.placements.num_shards(spec.mesh.shape)
     # Unsharded weights with hooks are refused where their buffers are made.
-    if alike[0].extension is not None and num_shards == wishes.target.num_weight_shards:
+    if alike[0].extension is not None and num_shards == options.target.num_weight_shards:
         return [_even_region(alike[0], num_shards, spec.dtypes)]
     shapes = [one.shape for one in alike]
-    if wishes.granularity is not None:
-        asked = [asked_granularity(one, wishes.granularity) for one in alike]
+    if options.granularity is not None:
+        asked = [granularity_of(one, options.granularity) for one in alike]
         return unit_regions(shapes, num_shards, spec.dtypes, asked, PaddingLimits())
     return unit_regions(shapes, num_shards, spec.dtypes)
 
@@ -220,8 +224,8 @@ def unit_regions(
     )
 
 
-def asked_granularity(parameter: OwnedParameter, granularity: GranularityChoice) -> Granularity:
-    """Return a parameter's granularity: the given one, or slices of the first dimension.
+def granularity_of(parameter: OwnedParameter, granularity: GranularityChoice) -> Granularity:
+    """Return a parameter's granularity: the one that the user chose, or slices of the first dimension.
 
     Raises:
         ConfigError: the asked granularity cuts inside rows of the last dimension, which a DTensor cannot describe.

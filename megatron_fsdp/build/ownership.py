@@ -21,16 +21,16 @@ from megatron_fsdp.policy.mesh import ShardingTarget
 from megatron_fsdp.policy.precision import GradDtype, GroupDtypes, MixedPrecisionPolicy, grad_dtype_of
 
 __all__ = [
-    "OwnedParameter", "ParamModuleInfo", "collect_parameters", "is_left_alone", "leave_alone", "mark_owned",
+    "OwnedParameter", "ParamModuleInfo", "collect_parameters", "is_ignored", "mark_ignored", "mark_owned",
     "owned_name", "owner_words", "settle_grad_dtypes",
 ]  # fmt: skip
 
 # The sharded parameters of all units, and their originals, with the unit's name and the parameter's name in it. A tied
 # weight that is still registered elsewhere is found here.
-_TAKEN: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_OWNERS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
-_LEFT_ALONE: WeakIdKeyDictionary = WeakIdKeyDictionary()
-_PLACES_LEFT_ALONE: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
+_IGNORED: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_PLACES_OF_IGNORED: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
 
 
 class ParamModuleInfo:
@@ -56,7 +56,7 @@ class OwnedParameter:
     Attributes:
         name: the first name within the unit.
         param_module_infos: every place where it is registered (several when it is tied).
-        split: how it is sharded over axes that are not data-parallel; None for a plain parameter.
+        tensor_parallel: how it is sharded over axes that are not data-parallel; None for a plain parameter.
         is_replicated: it stays whole on every rank (``fsdp_no_shard``).
         policy: its mixed precision. grad_dtype: the attribute of that name, as the user set it.
         extension: of a subclass with its own all-gather; None for any other.
@@ -66,7 +66,7 @@ class OwnedParameter:
 
     name: str
     parameter: nn.Parameter
-    split: TensorParallel | None = None
+    tensor_parallel: TensorParallel | None = None
     is_replicated: bool = False
     policy: MixedPrecisionPolicy = MixedPrecisionPolicy()  # noqa: RUF009  # frozen
     grad_dtype: GradDtype = "own"
@@ -88,7 +88,7 @@ class OwnedParameter:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of ``local_tensor``; the parameter's own unless it is ``split``."""
+        """Shape of ``local_tensor``; the parameter's own shape, unless ``tensor_parallel`` is set."""
         return tuple(self.local_tensor.shape)
 
 
@@ -153,8 +153,8 @@ def _check_parameter(name: str, parameter: nn.Parameter, root: nn.Module) -> Non
             f"{where} is of a lazy module, which gives it a shape in its first forward. fix: before fully_shard, on "
             "every rank: with torch.no_grad(): model(batch), with real data or zeros of the same shape"
         )
-    if parameter in _TAKEN:
-        unit, first_name = _TAKEN[parameter]
+    if parameter in _OWNERS:
+        unit, first_name = _OWNERS[parameter]
         if isinstance(parameter, DTensor):
             raise OwnershipError(
                 f"{where} belongs to unit {unit!r} already, which was sharded before. fix: call fully_shard on "
@@ -207,28 +207,29 @@ def _kind_of(name: str, parameter: nn.Parameter, root: nn.Module) -> type[nn.Par
 
 def mark_owned(parameter: nn.Parameter, unit: str, name: str) -> None:
     """Remember that ``parameter`` belongs to a unit, under a name."""
-    _TAKEN[parameter] = (unit, name)
+    _OWNERS[parameter] = (unit, name)
 
 
-def leave_alone(modules: Iterable[nn.Module], ignored: Iterable[nn.Parameter]) -> None:
-    """Remember the places of parameters that the user lists in ``ignored_params``.
+def mark_ignored(modules: Iterable[nn.Module], ignored: Iterable[nn.Parameter]) -> None:
+    """Remember the parameters that the user lists in ``ignored_params``, and their places in the modules.
 
-    Remember places because ``to_empty`` makes new objects; and objects because they may be registered elsewhere too.
+    The places are needed because ``to_empty`` makes new objects, and the objects because they may be registered in
+    other places too.
     """
     ids = set()
     for parameter in ignored:
         ids.add(id(parameter))
-        _LEFT_ALONE[parameter] = True
+        _IGNORED[parameter] = True
     for module in {below for root in modules for below in root.modules()} if ids else ():
         names = {name for name, parameter in module._parameters.items() if id(parameter) in ids}
         if names:
-            _PLACES_LEFT_ALONE.setdefault(module, set()).update(names)
+            _PLACES_OF_IGNORED.setdefault(module, set()).update(names)
 
 
-def is_left_alone(parameter: torch.Tensor) -> bool:
+def is_ignored(parameter: torch.Tensor) -> bool:
     """Return whether the user listed a parameter in ``ignored_params`` of any unit."""
-    return parameter in _LEFT_ALONE or any(
-        module._parameters.get(name) is parameter for module, names in _PLACES_LEFT_ALONE.items() for name in names
+    return parameter in _IGNORED or any(
+        module._parameters.get(name) is parameter for module, names in _PLACES_OF_IGNORED.items() for name in names
     )
 
 
@@ -244,12 +245,12 @@ def _check_module(name: str, module: nn.Module, root: nn.Module) -> None:
 
 def owned_name(tensor: torch.Tensor) -> str | None:
     """Return the name in its unit of a sharded parameter, or of one that it has replaced; None for any other tensor."""
-    return _TAKEN[tensor][1] if tensor in _TAKEN else None
+    return _OWNERS[tensor][1] if tensor in _OWNERS else None
 
 
 def owner_words(tensor: torch.Tensor) -> str | None:
     """Return the description of a sharded parameter for messages; None for any other tensor."""
-    if not isinstance(tensor, DTensor) or tensor not in _TAKEN:
+    if not isinstance(tensor, DTensor) or tensor not in _OWNERS:
         return None
-    unit, name = _TAKEN[tensor]
+    unit, name = _OWNERS[tensor]
     return f"parameter {name!r} of unit {unit!r}"

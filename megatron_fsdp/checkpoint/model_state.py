@@ -69,7 +69,7 @@ def view_model(model: nn.Module) -> ModelView:
         if isinstance(refusal := vars(module).get("checkpoint_refusal"), str):
             raise CheckpointError(refusal)
     for unit in units_below(unwrapped(model)):
-        unit.refuse_replaced_params()
+        unit.check_replaced_params()
     tensors: dict[str, torch.Tensor] = {}
     extra: dict[str, Any] = {}
     for name, value in get_model_state_dict(model).items():
@@ -89,7 +89,7 @@ def view_model(model: nn.Module) -> ModelView:
     names = {key: found[0] for key, found in by_parameter.items()}
     ties = tuple(tuple(found) for found in by_parameter.values() if len(found) > 1)
     groups = {id(group): group for p in model.parameters() if (group := group_of_parameter(p)) is not None}
-    split = (group for group in groups.values() if group.weights.remainder is not None and not group.is_meta)
+    split = (group for group in groups.values() if group.weights.remainder is not None and not group.spec.is_meta)
     copies = tuple((group, group.weights.values()) for group in split)
     for group, values in copies:
         for index, param in enumerate(group.parameters.values()):

@@ -15,7 +15,7 @@ from megatron_fsdp.checks.rendezvous import meet, report_failure
 from megatron_fsdp.engine.hooks import StepHooks
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.engine.unit import Call, Root, Unit, alive
-from megatron_fsdp.lifecycle.make_param_group import follow_grad_dtypes
+from megatron_fsdp.lifecycle.unit_changes import apply_grad_dtypes
 
 __all__ = ["FirstUse", "Wrapping", "mesh_ranks"]
 
@@ -94,8 +94,8 @@ class FirstUse(StepHooks[Unit, Call]):
     def before_gather(self, unit: Unit) -> None:
         """A unit is about to be gathered; raises as ``agree`` and ``_compare`` do."""
         if not self._has_agreed:
-            follow_grad_dtypes(unit)
-        if not all(group.rests_whole for group in unit.groups):
+            apply_grad_dtypes(unit)
+        if not all(group.weights.rests_whole for group in unit.groups):
             self.agree(unit.root)
             self._compare("gather", unit)
 
@@ -166,7 +166,7 @@ class FirstUse(StepHooks[Unit, Call]):
         refuse_after_difference()
         outermost, units = root.outermost(), root.units()
         for unit in units:
-            follow_grad_dtypes(unit)
+            apply_grad_dtypes(unit)
         name = (units[0] if outermost is None else outermost).name
         # Sorted, so that ranks which are in several of them do not wait for each other in a circle.
         for ranks in sorted({mesh_ranks(group.spec.mesh) for unit in units for group in unit.groups}):

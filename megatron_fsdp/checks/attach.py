@@ -11,7 +11,7 @@ from megatron_fsdp.checks.added_params import AddedParams
 from megatron_fsdp.checks.agreement import FirstUse
 from megatron_fsdp.checks.hidden_outputs import HiddenOutputs
 from megatron_fsdp.checks.missing_gradients import MissingGradients
-from megatron_fsdp.engine.freshness import hear_of_steps
+from megatron_fsdp.engine.optimizer_steps import register_step_hooks
 from megatron_fsdp.engine.param_group import announce_step_of
 from megatron_fsdp.engine.unit import Root, Unit
 from megatron_fsdp.lifecycle.param_changes import ParamChanges
@@ -26,7 +26,7 @@ NAMERS.append(tensor_names.name_of)
 
 def attach_root(outermost: Unit, units: Iterable[Unit]) -> None:
     """Make ``outermost`` the root of these units; ``settle`` has ended what backwards of earlier roots have left."""
-    hear_of_steps(refusals.refuse_stale, announce_step_of)
+    register_step_hooks(refusals.refuse_stale, announce_step_of)
     units = list(units)
     # Without the outermost unit, unless it has a root already: ``fully_shard`` has just made it.
     earlier = {id(root): root for unit in units if (root := vars(unit).get("root")) is not None}

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from megatron_fsdp.build.ownership import is_left_alone
+from megatron_fsdp.build.ownership import is_ignored
 from megatron_fsdp.engine.param_group import group_of_parameter
 from megatron_fsdp.errors import StateError
 
@@ -84,7 +84,7 @@ def _is_spread(parameter: torch.Tensor) -> bool:
 
 def _may_be_forgotten(parameter: torch.Tensor) -> bool:
     is_plain = isinstance(parameter, nn.Parameter) and not isinstance(parameter, DTensor)
-    if not is_plain or not parameter.requires_grad or parameter.grad is None or is_left_alone(parameter):
+    if not is_plain or not parameter.requires_grad or parameter.grad is None or is_ignored(parameter):
         return False
     # Megatron's mark of parameters that are not replicated over data-parallel ranks; the marks of FSDP1 and DeepSpeed.
     marks = vars(parameter)

@@ -12,28 +12,24 @@ from __future__ import annotations
 
 import functools
 import operator
-import sys
-import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from dbuffer import DBuffer, FlatDTensor
 from dbuffer.dtensor.autograd import is_reached, own_kind_of_grad
 from dbuffer.dtensor.placed_tensor import GradDrops, PlacedTensor, words_of
-from megatron_fsdp.engine.freshness import CHECKS
+from megatron_fsdp.engine.grad_memory import GradMemory
+from megatron_fsdp.engine.optimizer_steps import STEP_CHECKS
+from megatron_fsdp.engine.param_loops import clear_grads, grads_of, hooks_of, set_grads
 from megatron_fsdp.engine.params import FSDPParams, own_rows
-from megatron_fsdp.engine.passes import clear_grads, grads_of, hooks_of, set_grads
-from megatron_fsdp.engine.streams import compute_of
+from megatron_fsdp.engine.pending_gradient import PendingGradient, refuse_pending
 from megatron_fsdp.errors import StateError
 from megatron_fsdp.policy.precision import grad_dtype_of
 
-__all__ = ["Accumulation", "GradBinding", "GradMemory", "PendingGradient", "refuse_pending"]
+__all__ = ["Accumulation", "GradBinding"]
 
 
 class Accumulation:
@@ -52,17 +48,17 @@ class Accumulation:
     The arrays have one byte per parameter, 0 or 1.
 
     Attributes:
-        wanted: the parameters that the sum covers: trained ones, and those that had a ``.grad``.
+        covered: the parameters that the sum covers: trained ones, and those that had a ``.grad``.
         missing: the trained parameters without a gradient so far (``checks/missing_gradients.py``).
         had: the parameters that had a ``.grad`` before the sum began.
         carry: an earlier part of the sum that ``complete`` adds, copied from ``main_grad`` before that is overwritten.
         is_pending: ``.grad`` of the covered parameters shows a ``PendingGradient``.
     """
 
-    __slots__ = ("carry", "had", "is_in_main_grad", "is_incomplete", "is_pending", "missing", "wanted")
+    __slots__ = ("carry", "covered", "had", "is_in_main_grad", "is_incomplete", "is_pending", "missing")
 
     def __init__(self, trained: bytearray, had: bytearray) -> None:
-        self.wanted = _either(trained, had) if 1 in had else bytearray(trained)
+        self.covered = _either(trained, had) if 1 in had else bytearray(trained)
         self.missing = bytearray(trained)
         self.had = had
         self.carry: torch.Tensor | None = None
@@ -71,8 +67,8 @@ class Accumulation:
     def include(self, trained: Sequence[int]) -> None:
         """Cover the parameters that were unfrozen since the sum began."""
         for index, is_trained in enumerate(trained):
-            if is_trained and not self.wanted[index]:
-                self.missing[index] = self.wanted[index] = 1
+            if is_trained and not self.covered[index]:
+                self.missing[index] = self.covered[index] = 1
 
 
 class GradBinding:
@@ -170,7 +166,7 @@ class GradBinding:
             self.fsdp_params.wrap(index, self.final.get_dtensor(index, is_view=True)) for index in indices
         ]
         self._tell_owners()
-        self.memory.count_users_of(self._gradients)
+        self.memory.count_references_to(self._gradients)
 
     def _tell_owners(self) -> None:
         # A separate function, because a local variable would count as a reference to a gradient.
@@ -187,16 +183,16 @@ class GradBinding:
         """
         if not self._pending:
             me, indices = weakref.ref(self), range(len(self.parameters))
-            self._pending = [PendingGradient.of(me, index) for index in indices]
+            self._pending = [PendingGradient.of(functools.partial(_describe, me, index)) for index in indices]
         if not under_way.is_pending:
-            CHECKS.append(refuse_pending)
+            STEP_CHECKS.append(refuse_pending)
             under_way.is_pending = True
-        for parameter, pending, is_wanted in zip(self.parameters, self._pending, under_way.wanted, strict=True):
-            if is_wanted:
+        for parameter, pending, is_covered in zip(self.parameters, self._pending, under_way.covered, strict=True):
+            if is_covered:
                 parameter.pending_grad = pending  # type: ignore[attr-defined]  # a PlacedTensor's
 
     def _end_pending(self, under_way: Accumulation) -> None:
-        CHECKS.remove(refuse_pending)
+        STEP_CHECKS.remove(refuse_pending)
         under_way.is_pending = False
         for parameter in self.parameters:
             parameter.pending_grad = None  # type: ignore[attr-defined]  # a PlacedTensor's
@@ -213,7 +209,7 @@ class GradBinding:
         for index, gradient in enumerate(grads_of(self.parameters)):
             if gradient is not None:
                 # Set by autograd or by the user while the sum was under way, or before it began.
-                under_way.wanted[index] = under_way.had[index] = 1
+                under_way.covered[index] = under_way.had[index] = 1
                 rows = own_rows(self.fsdp_params, index, gradient)
                 self.final.get_local_tensor(index).view(-1).add_(rows.reshape(-1))
 
@@ -250,7 +246,7 @@ class GradBinding:
         wanted = bytearray(self.trained)
         if 0 in wanted:
             # A parameter that was frozen since the sum began shows the gradients accumulated before.
-            wanted = _either(self.trained, under_way.wanted)
+            wanted = _either(self.trained, under_way.covered)
         for index, is_missing in enumerate(under_way.missing):
             if is_missing:
                 # Nothing was accumulated, so no hook is called.
@@ -292,11 +288,11 @@ class GradBinding:
         if under_way is None:
             return False
         kept = self._shows_pending()
-        if 1 not in [is_kept for is_kept, is_wanted in zip(kept, under_way.wanted, strict=True) if is_wanted]:
+        if 1 not in [is_kept for is_kept, is_covered in zip(kept, under_way.covered, strict=True) if is_covered]:
             return True
         if under_way.is_incomplete:
             raise StateError(self.describe(kept.index(1)))
-        dropped = [int(is_wanted > is_kept) for is_wanted, is_kept in zip(under_way.wanted, kept, strict=True)]
+        dropped = [int(is_covered > is_kept) for is_covered, is_kept in zip(under_way.covered, kept, strict=True)]
         if 1 in dropped:
             first, other = (self.fsdp_params.owned[each.index(1)].name for each in (dropped, kept))
             raise StateError(
@@ -394,20 +390,20 @@ class GradBinding:
             rows = None if gradient is None else own_rows(self.fsdp_params, index, gradient)
             if rows is not None and rows.data_ptr() == mine.data_ptr():
                 continue
-            if self._gradients and self.memory.is_kept(index):
-                self._leave(index)
+            if self._gradients and self.memory.is_gradient_held(index):
+                self._detach_held(index)
             if rows is None:
                 mine.zero_()
             else:
                 mine.view(-1).copy_(rows.reshape(-1))
 
-    def _leave(self, index: int) -> None:
-        """Give the gradient that the user keeps memory of its own; later sums of the parameter show another tensor."""
+    def _detach_held(self, index: int) -> None:
+        """Copy a gradient that the user holds to memory of its own; later sums of the parameter show another tensor."""
         local = self._gradients[index]._local_tensor
         local.data = local.clone()
         self._gradients[index] = self.fsdp_params.wrap(index, self.final.get_dtensor(index, is_view=True))
         self._tell_owners()
-        self.memory.replace_user(index, self._gradients)
+        self.memory.replace_gradient(index, self._gradients)
 
     def scale(self, factor: torch.Tensor | float) -> None:
         """Multiply the gradients that ``final_gradients`` returned, and the user's own tensors that lie elsewhere."""
@@ -476,6 +472,11 @@ class GradBinding:
             self.has_final = False
 
 
+def _describe(binding: weakref.ref[GradBinding], index: int) -> str:
+    found = binding()
+    return "the model of this gradient is gone" if found is None else found.describe(index)
+
+
 def _drop(binding: weakref.ref[GradBinding]) -> None:
     found = binding()
     if found is not None:
@@ -515,146 +516,3 @@ def _refuse_second_call(parameter: torch.Tensor) -> None:
 
 def _either(ones: Sequence[int], others: Sequence[int]) -> bytearray:
     return bytearray(one | other for one, other in zip(ones, others, strict=True))
-
-
-# How often, and at which intervals, ``GradMemory`` looks again while a gloo thread may hold the memory.
-_LOOKS, _PAUSE_S = 10, 0.001
-
-
-class GradMemory:
-    """The memory of ``main_grad``: allocated while gradients exist, released when every ``.grad`` is None.
-
-    Gradients of a plain model live as long as a reference to them, and so does this memory: ``release_unless_held``
-    compares reference counts with those that were counted when only the engine had references.
-
-    Args:
-        main_grad: the buffer.
-        drops: reports when ``.grad`` is set to None; from an allocation on, for any parameter.
-        is_sent_last: the last collective of a step sends ``main_grad`` itself.
-
-    Attributes:
-        keeps: the memory stays allocated without gradients too.
-        is_captured: a graph writes to the memory whenever it is replayed, so it stays whatever the user keeps.
-        is_taken: ``release_unless_held`` found that the user has a tensor that lies in the memory.
-        gaps: views of the padding, which no gradient is written to and which stays zero.
-    """
-
-    def __init__(self, main_grad: DBuffer, drops: GradDrops, *, is_sent_last: bool) -> None:
-        self._drops = drops
-        self.keeps = self.is_captured = self.is_taken = False
-        self.gaps: Sequence[torch.Tensor] = ()
-        self.is_sent_last = is_sent_last
-        self._main_grad, self._compute = main_grad, compute_of(main_grad.device)
-        self._users: list[torch.Tensor] = []
-        self._references: tuple[int, ...] = ()
-
-    def allocate(self) -> bool:
-        """Allocate the memory, with zeros in ``gaps`` alone; return whether it was released before."""
-        storage = self._main_grad.storage
-        if self._compute is not None and self._compute.streams.is_capturing():
-            self.is_captured = True
-        if storage.is_allocated:
-            return False
-        storage.reallocate()
-        self._drops.last = None
-        for gap in self.gaps:
-            gap.zero_()
-        if not self._references:
-            self._references = self._count_references()
-        return True
-
-    def release_unless_held(self) -> bool:
-        """Release the memory unless it is to stay or the user has a tensor in it; return whether it was released."""
-        storage = self._main_grad.storage
-        if self.is_captured or not storage.is_allocated or not storage.nbytes:
-            return False
-        self.is_taken = bool(self._references) and self._is_held()
-        if self.is_taken or self.keeps:
-            return False
-        storage.release()
-        return True
-
-    def count_users_of(self, gradients: Sequence[DTensor]) -> None:
-        """Count the references to the tensors that ``.grad`` will show, before a user can have any."""
-        self._users = [*gradients, *[gradient._local_tensor for gradient in gradients]]
-        self._references = self._count_references()
-
-    def is_kept(self, index: int) -> bool:
-        """Return whether the user has the gradient that was counted under ``index``, or its local tensor."""
-        found = self._count_references()
-        return any(found[place] != self._references[place] for place in self._places(index))
-
-    def replace_user(self, index: int, gradients: Sequence[DTensor]) -> None:
-        """Count the new gradient under ``index`` from now on, of which the user has no reference yet."""
-        both = (gradients[index], gradients[index]._local_tensor)
-        for place, tensor in zip(self._places(index), both, strict=True):
-            self._users[place - 1] = tensor
-
-    def _places(self, index: int) -> tuple[int, int]:
-        return 1 + index, 1 + index + len(self._users) // 2
-
-    def _is_held(self) -> bool:
-        """Return whether the user has a tensor that lies in the memory."""
-        found = self._count_references()
-        looks = _LOOKS if self.is_sent_last and self._main_grad.device.type == "cpu" else 0
-        for _ in range(looks):
-            if found == self._references or found[1:] != self._references[1:]:
-                break
-            # A gloo thread that ended the last reduction may not have dropped its tensors yet. Seen at 2 of 1,600
-            # calls on two idle cores; one pause was enough.
-            time.sleep(_PAUSE_S)
-            found = self._count_references()
-        return found != self._references
-
-    def _count_references(self) -> tuple[int, ...]:
-        """Return how many tensors lie in the memory, and the number of references to each that ``.grad`` shows."""
-        storage = self._main_grad.storage.tensor.untyped_storage()
-        return torch._C._storage_Use_Count(storage._cdata), *map(sys.getrefcount, self._users)
-
-
-class PendingGradient(torch.Tensor):
-    """The ``.grad`` of a sharded parameter while its gradient is a sum under way: every use of it raises.
-
-    ``.grad`` is a pending gradient between microbatches that keep gradients on this rank, and after a backward that
-    raised. With None, a user could not drop the sum by setting ``.grad`` to None, and an optimizer would step without
-    an error.
-
-    The reference to the ``GradBinding`` is weak.
-    """
-
-    _fsdp_binding: weakref.ref[GradBinding]
-    _fsdp_index: int
-
-    @staticmethod
-    def of(binding: weakref.ref[GradBinding], index: int) -> PendingGradient:
-        """Make the pending gradient of parameter ``index``."""
-        made = torch.empty(0).as_subclass(PendingGradient)
-        made._fsdp_binding, made._fsdp_index = binding, index
-        return made
-
-    def describe(self) -> str:
-        """Return the message of the error."""
-        owner = self._fsdp_binding()
-        return "the model of this gradient is gone" if owner is None else owner.describe(self._fsdp_index)
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Raise a StateError."""
-        raise StateError(next(each for each in tree_leaves((args, kwargs)) if isinstance(each, cls)).describe())
-
-    def __getattr__(self, name: str) -> Any:
-        raise StateError(self.describe())
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch leaves it untyped
-        return "a sum under way"
-
-
-def refuse_pending(optimizer: Optimizer) -> None:
-    """Refuse to step parameters whose gradients are sums under way, before anything is changed.
-
-    Raises:
-        StateError: names the first such parameter.
-    """
-    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-        if isinstance(parameter.grad, PendingGradient):
-            raise StateError(parameter.grad.describe())

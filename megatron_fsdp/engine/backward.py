@@ -1,4 +1,4 @@
-"""pre_backward: backward reaches a call of a unit, or gradients of the unit begin to come.
+"""begin_backward and pre_backward: a backward begins, and reaches the calls of units one after the other.
 
 Autograd calls ``pre_backward`` when it reaches an output of a unit's call. A gradient buffer calls
 ``UnitGradientListener.begin_gradients`` when its first gradient comes. From the order of calls follows which units
@@ -8,20 +8,76 @@ FSDP2 has a function ``pre_backward`` in ``FSDPState`` and in ``FSDPParamGroup``
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 
 import torch
 from torch import nn
 
+from dbuffer.dtensor.placed_tensor import REQUIRES_GRAD_WRITES
 from dbuffer.events import listeners, tell
-from megatron_fsdp.engine.final_callback import begin_backward
-from megatron_fsdp.engine.grads import LanePacker
+from megatron_fsdp.engine.final_callback import final_callback
 from megatron_fsdp.engine.graph_queries import awaits_call, is_watched
+from megatron_fsdp.engine.lane_packer import LanePacker
 from megatron_fsdp.engine.post_backward import active_units, drain, drain_completed, leave_unit, post_backward
+from megatron_fsdp.engine.recovery import discard_dropped_sums, mark_raised, recover
 from megatron_fsdp.engine.unit import Call, Root, Unit, WeightState, alive, task_id
 
-__all__ = ["UnitGradientListener", "leave_call", "pre_backward", "pre_recomputation"]
+__all__ = ["UnitGradientListener", "leave_call", "pre_backward", "pre_recomputation", "update_requires_grad"]
+
+
+# ---------------------------------------------------------------- backward begins
+
+
+def begin_backward(root: Root) -> None:
+    """Begin a backward of the root, unless one is running: queue ``final_callback``."""
+    state = root.backward
+    if state.ending is not None and state.ending() is not None:
+        return
+    recover(root)
+    state.number += 1
+    state.task = task_id()
+    state.ending = _queue_final_callback(root)
+    discard_dropped_sums(root)
+    _replace_held_gradients(root)
+    if state.num_requires_grad_writes != REQUIRES_GRAD_WRITES.number:
+        update_requires_grad(root)
+
+
+def _queue_final_callback(root: Root) -> weakref.ref[functools.partial[None]]:
+    """Make autograd call ``final_callback`` at the end of its graph task.
+
+    Returns:
+        A weak reference to the callback, which dies with a task that raises.
+    """
+    # A partial, because it has no frame: a traceback would keep a frame and the callback with it.
+    ending = functools.partial(final_callback, root)
+    torch.autograd.Variable._execution_engine.queue_callback(ending)
+    return weakref.ref(ending, functools.partial(mark_raised, weakref.ref(root)))
+
+
+def _replace_held_gradients(root: Root) -> None:
+    """Give groups new gradient buffers if the user holds earlier gradients: ``zero_grad`` came after forward."""
+    for unit in root.units():
+        for group in unit.groups:
+            if group.gradient_buffer is not None and group.gradient_buffer.binding.memory.is_held:
+                for hook in root.hooks:
+                    hook.on_main_grad_held(unit, group)
+
+
+def update_requires_grad(root: Root) -> None:
+    """Tell the hooks which parameters were frozen or unfrozen since their unit's forward.
+
+    Autograd reads a leaf's flag when a gradient arrives, not when forward uses the leaf. The flag at the backward
+    counts: peft freezes adapters for a reference model's forward, and unfreezes them before the backward.
+    """
+    root.backward.num_requires_grad_writes = REQUIRES_GRAD_WRITES.number
+    for unit in root.units():
+        for group in unit.groups:
+            changed = group.fsdp_params.changed_requires_grad()
+            for hook in root.hooks if changed else ():
+                hook.on_requires_grad_changed(unit, group, changed)
 
 
 # ---------------------------------------------------------------- backward reaches a call
@@ -154,7 +210,7 @@ def pre_recomputation(unit: Unit, module: nn.Module) -> None:
             state.repeated[unit.reference] = unit.open_call
             # After a checkpoint that is not reentrant, the first call is the one in the graph.
             unit.open_call.is_due = not unit.calls_to_come(state.number)
-        unit.refuse_replaced_params()
+        unit.check_replaced_params()
     state.active[unit.reference] = None
     if has_changed:
         unit.reshard()
@@ -169,18 +225,18 @@ class UnitGradientListener:
     """Passes events of a unit's gradient buffers to the backward; it refers to the unit weakly.
 
     Attributes:
-        owner: the identity of the unit.
+        owner: ``id`` of the unit.
     """
 
     def __init__(self, unit: Unit) -> None:
         self.owner = id(unit)
-        self.unit = unit.reference
+        self._unit = unit.reference
 
-    def count_gradients(self) -> None:
+    def count_trained(self) -> None:
         """Count the unit's gradients again, because a parameter was frozen."""
-        unit = self.unit()
+        unit = self._unit()
         if unit is not None:
-            unit.count_gradients()
+            unit.count_trained()
 
     def begin_gradients(self, *, allocates: bool, has_come: bool) -> int:
         """Prepare for the gradients of one of the unit's groups.
@@ -192,7 +248,7 @@ class UnitGradientListener:
         Returns:
             The number of the backward; 0 if the unit was deleted.
         """
-        unit = self.unit()
+        unit = self._unit()
         if unit is None:
             return 0
         root, state = unit.root, unit.root.backward
@@ -214,7 +270,7 @@ class UnitGradientListener:
 
     def lend(self, packer: LanePacker) -> None:
         """Record that a lane reads gradients that ``packer`` holds."""
-        unit = self.unit()
+        unit = self._unit()
         if unit is not None:
             unit.root.backward.lenders.append(weakref.ref(packer))
 
@@ -224,7 +280,7 @@ class UnitGradientListener:
         Memory then holds the gradients of one unit and a packed buffer of the unit before it. In bf16 and FP32 that is
         less than the two packed buffers of a backward without a packer.
         """
-        unit = self.unit()
+        unit = self._unit()
         if unit is None:
             return
         state = unit.root.backward

@@ -16,8 +16,8 @@ from torch._compile import _disable_dynamo
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from megatron_fsdp.engine.backward import leave_call, pre_backward, pre_recomputation
-from megatron_fsdp.engine.final_callback import recover
 from megatron_fsdp.engine.outputs import map_tensors, watch_inputs, watch_output, without_weights
+from megatron_fsdp.engine.recovery import recover
 from megatron_fsdp.engine.streams import (
     HOST_READS,
     forget_unused_streams,
@@ -56,9 +56,9 @@ def pre_forward(
     if _innermost_transform() is not None:
         # A transform of torch.func would wrap the buffers, and the tensors that collectives return.
         with temporarily_clear_interpreter_stack():
-            _pre_forward(unit, module, ())
+            _gather_for_forward(unit, module, ())
     else:
-        _pre_forward(unit, module, (args, kwargs))
+        _gather_for_forward(unit, module, (args, kwargs))
     policy, root = unit.policy, unit.root
     is_moved = root.device is not None and unit is root.outermost()
     if is_moved:
@@ -70,11 +70,11 @@ def pre_forward(
     return (args, kwargs) if is_moved else None
 
 
-def _pre_forward(unit: Unit, module: nn.Module, given: Any) -> None:  # noqa: C901  # in order of time
+def _gather_for_forward(unit: Unit, module: nn.Module, given: Any) -> None:  # noqa: C901  # in order of time
     """Gather the unit for its forward, and start the gathers of the units that followed it in the last pass.
 
     Args:
-        given: the module's arguments.
+        given: the module's arguments; empty inside a transform of ``torch.func``.
     """
     root = unit.root
     is_recomputed = is_in_backward()
@@ -100,13 +100,13 @@ def _pre_forward(unit: Unit, module: nn.Module, given: Any) -> None:  # noqa: C9
         for hook in root.hooks if unit.num_holds else ():
             hook.on_stale_hold(unit)
         unit.reshard()
-    unit.refuse_replaced_params()
+    unit.check_replaced_params()
     root.release_lingering(unit)
     for group in unit.groups:
         changed, gradients = group.fsdp_params.changed_requires_grad(), group.gradient_buffer
-        if gradients is not None and gradients.binding.memory.is_taken:
+        if gradients is not None and gradients.binding.memory.is_held:
             for hook in root.hooks:
-                hook.on_gradients_taken(unit, group)
+                hook.on_main_grad_held(unit, group)
         if changed:
             for hook in root.hooks:
                 hook.on_requires_grad_changed(unit, group, changed)
@@ -202,7 +202,7 @@ def _close_call(unit: Unit, call: Call) -> None:
         root.forward_pass.end_call(unit.reference, call)
         if root.order is not None:
             root.order.refuse_call(unit)
-    elif unit.num_gradients and has_grad:
+    elif unit.num_trained and has_grad:
         # This rank used no parameter of the unit, but other ranks may have, and all ranks gather it in backward.
         root.forward_pass.end_call(unit.reference, None)
     outermost = root.outermost()
@@ -212,7 +212,8 @@ def _close_call(unit: Unit, call: Call) -> None:
         root.lingering = unit.reference
         # Modules show the sharded parameters meanwhile: what other modules read of them must not end with this unit.
         unit.show_sharded()
-    elif unit.reshards_after_forward() or not (has_grad or unit.reshard_after_forward is False):
+    elif unit.reshards_after_forward() or (not has_grad and unit.reshard_after_forward is not False):
+        # If no backward follows, the root is resharded too, unless the user has set False.
         unit.reshard(keep_part=has_grad if root.order is None else root.order.has_grad)
     if HOST_READS and not has_grad and (outermost is None or outermost.open_call is None):
         # No backward follows, so the host waits now.

@@ -1,68 +1,32 @@
-"""Freshness: are compute weights as new as main weights?
+"""Freshness: are the gathered weights and the resting weights of a group as new as its main weights?
 
-A fused step changes a DTensor's memory without a change of any version counter. So every step of a
-``torch.optim.Optimizer`` counts as a change of the main weights of its parameters (docs/design/freshness.md). The first
-``fully_shard`` registers hooks on all optimizers, which also check before a step that the optimizer steps no copies.
+A change of main weights that PyTorch counts increases a version counter. A fused step of an optimizer increases none,
+so every step counts as a change of the main weights that it steps (``optimizer_steps.py``; docs/design/freshness.md).
 """
 
 from __future__ import annotations
 
-import functools
-import weakref
-from collections.abc import Callable
-
 import torch
-from torch._compile import _disable_dynamo
-from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from megatron_fsdp.engine.passes import version_of
+from megatron_fsdp.engine.param_loops import version_of
 
-__all__ = [
-    "CHECKS", "Freshness", "ParamsSeen", "check_optimizers_again", "hear_of_first_steps", "hear_of_steps",
-    "refreshes_itself",
-]  # fmt: skip
-
-
-CHECKS: list[Callable[[Optimizer], None]] = []
-"""Functions that are called before each step of an optimizer, and raise if it must not step now."""
-_FIRST_CHECKS: list[Callable[[Optimizer], None]] = []
-_REFRESHING: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-
-
-class ParamsSeen:
-    """The parameters that an optimizer had when it was last looked at; weak references, because hooks of a parameter
-    may refer to the optimizer.
-    """
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._seen = [weakref.ref(param) for group in optimizer.param_groups for param in group["params"]]
-
-    def are_those_of(self, optimizer: Optimizer) -> bool:
-        """Return whether the optimizer has the same parameters in the same order."""
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        return len(params) == len(self._seen) and all(
-            ref() is param for ref, param in zip(self._seen, params, strict=True)
-        )
-
-
-_CHECKED: weakref.WeakKeyDictionary[Optimizer, ParamsSeen] = weakref.WeakKeyDictionary()
+__all__ = ["Freshness"]
 
 
 class Freshness:
-    """How old the compute weights of one parameter group are.
+    """How old the resting weights and the gathered weights of one parameter group are.
 
-    Every refresh of the weights at rest begins a generation. Gathered weights have the generation of their gather.
+    Every refresh of the resting weights begins a generation. Gathered weights have the generation of their gather.
 
     Args:
         tensors: the main weights. Their version counters grow with every change that PyTorch counts.
         num_changes: how many changes were found in the memory that the main weights had before.
 
     Attributes:
-        generation: of the weights at rest. gathered_generation: of the weights that were gathered last.
+        generation: of the resting weights. gathered_generation: of the weights that were gathered last.
         num_changes: how many times the version counters were found changed.
         has_changed: True if main weights have changed since the last refresh.
-        is_suspect: True if main weights may have changed without a trace.
+        may_have_changed: True if main weights may have changed although no version counter shows it.
     """
 
     __slots__ = (
@@ -71,7 +35,7 @@ class Freshness:
         "gathered_generation",
         "generation",
         "has_changed",
-        "is_suspect",
+        "may_have_changed",
         "num_changes",
     )
 
@@ -79,12 +43,12 @@ class Freshness:
         self._tensors = tensors
         self._seen = -1
         self.num_changes = num_changes
-        self.has_changed, self.is_suspect = True, False
+        self.has_changed, self.may_have_changed = True, False
         self.generation = self.gathered_generation = 0
 
     def mark_gathered_changed(self) -> None:
         """Mark the gathered weights, and the parts kept of them, as old, so that no forward uses them again."""
-        self.is_suspect = True
+        self.may_have_changed = True
         self.generation += 1
 
     def notice_changes(self) -> bool:
@@ -96,81 +60,18 @@ class Freshness:
             self.num_changes += 1
         return self.has_changed
 
-    def refreshed(self) -> None:
-        """Mark the weights at rest as fresh; called last, so that a refresh that raised is made again."""
+    def mark_refreshed(self) -> None:
+        """Mark the resting weights as fresh; called last, so that a refresh that raised is made again."""
         self.generation += 1
         self.has_changed = False
         # An evaluation may come between the backward and the step. The training forward after the step refreshes again.
         if torch.is_grad_enabled():
-            self.is_suspect = False
+            self.may_have_changed = False
 
-    def look_again(self) -> None:
+    def resynchronize(self) -> None:
         """Resynchronize the version counters after a write that did not change the main weights."""
         self._seen = sum(map(version_of, self._tensors))
 
     def gathered_are_old(self) -> bool:
         """Return whether gathered weights are older than main weights."""
         return self.notice_changes() or self.gathered_generation != self.generation
-
-
-def _count_fused_step(optimizer: Optimizer) -> None:
-    """Change the version counters of what PyTorch's fused kernels stepped, which do not do so for DTensors.
-
-    This library's kernels count by themselves. A second count would make split main weights drop their low halves.
-    """
-    if getattr(optimizer, "steps_split_weights", False):
-        return
-    for group in optimizer.param_groups:
-        if group.get("fused"):
-            stepped = [param for param in group["params"] if param.grad is not None and isinstance(param, DTensor)]
-            torch.autograd.graph.increment_version(param._local_tensor for param in stepped)
-
-
-@functools.cache
-def hear_of_steps(check: Callable[[Optimizer], None], announce: Callable[[Optimizer], None]) -> None:
-    """Register hooks on the steps of all optimizers.
-
-    Args:
-        check: called before an optimizer's first step, and again when the optimizer has other parameters.
-        announce: called before and after each step; marks the main weights of the optimizer's parameters as changed.
-    """
-
-    def before(optimizer: Optimizer, *_: object) -> None:
-        known = _CHECKED.get(optimizer)
-        is_known = known is not None and known.are_those_of(optimizer)
-        if not is_known:
-            check(optimizer)
-        for each in CHECKS[:]:
-            each(optimizer)
-        if not is_known:
-            for each in _FIRST_CHECKS:
-                each(optimizer)
-            _CHECKED[optimizer] = ParamsSeen(optimizer)
-        # Before the step too: a step that raises has changed some weights, and PyTorch calls no hook after it.
-        if optimizer not in _REFRESHING:
-            announce(optimizer)
-
-    def after(optimizer: Optimizer, *_: object) -> None:
-        if optimizer not in _REFRESHING:
-            announce(optimizer)
-        _count_fused_step(optimizer)
-
-    # Not traced into a compiled step, where the count would be a constant.
-    register_optimizer_step_post_hook(_disable_dynamo(after))
-    register_optimizer_step_pre_hook(_disable_dynamo(before))
-
-
-def hear_of_first_steps(check: Callable[[Optimizer], None]) -> None:
-    """Add a check before an optimizer's first step, and before a step in which the optimizer has other parameters."""
-    if check not in _FIRST_CHECKS:
-        _FIRST_CHECKS.append(check)
-
-
-def check_optimizers_again() -> None:
-    """Check every optimizer before its next step as before its first one; a parameter of it may be replaced now."""
-    _CHECKED.clear()
-
-
-def refreshes_itself(optimizer: Optimizer) -> None:
-    """Do not call ``announce`` at the steps of ``optimizer``, which calls ``announce_step`` itself."""
-    _REFRESHING.add(optimizer)

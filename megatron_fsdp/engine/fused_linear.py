@@ -187,7 +187,7 @@ def fuse_linear_layers(owned: Iterable[OwnedParameter]) -> None:
             continue
         for info in parameter.param_module_infos:
             kind = type(info.module)
-            if parameter.split is None and info.attribute == "weight" and kind.forward is nn.Linear.forward:
+            if parameter.tensor_parallel is None and info.attribute == "weight" and kind.forward is nn.Linear.forward:
                 info.module.__class__ = _fused_class(kind)  # type: ignore[arg-type]  # a class is hashable
 
 
@@ -205,7 +205,7 @@ def offer_products(
     *,
     is_wide: bool = False,
 ) -> None:
-    """Let backward multiply gradients of weights into ``views``, if a weight and its view have the same dtype.
+    """Make backward multiply gradients of weights into ``views``, if a weight and its view have the same dtype.
 
     Args:
         weights: the unsharded parameters, in plan order. views: their slices of the packed buffer.

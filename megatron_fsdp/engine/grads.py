@@ -22,13 +22,14 @@ from dbuffer_kernels.products import add_product
 from megatron_fsdp.build.builder import GroupSpec
 from megatron_fsdp.engine.accumulation import GradBinding
 from megatron_fsdp.engine.fused_linear import offer_products
+from megatron_fsdp.engine.lane_packer import LanePacker
+from megatron_fsdp.engine.param_loops import clear_grads, grads_of
 from megatron_fsdp.engine.params import FSDPParams
-from megatron_fsdp.engine.passes import clear_grads, grads_of
 from megatron_fsdp.engine.reduce import GradientReduction, fold, fold_on_host, start_reductions
 from megatron_fsdp.engine.streams import Ticket, lane, turns
 from megatron_fsdp.errors import StateError
 
-__all__ = ["GradientBuffer", "GradientListener", "LanePacker", "pack_on_lane", "should_pack_on_lane"]
+__all__ = ["GradientBuffer", "GradientListener", "pack_on_lane"]
 
 # Looked up for every gradient.
 _BASE: Any = torch._C.TensorBase
@@ -40,19 +41,19 @@ class GradientListener(Protocol):
     """Calls from a gradient buffer to the backward of its unit; ``backward.UnitGradientListener`` implements them.
 
     Attributes:
-        owner: the identity of the unit; see ``Lane.submit``.
+        owner: ``id`` of the unit; see ``Lane.submit``.
     """
 
     owner: int
 
-    def count_gradients(self) -> None:
+    def count_trained(self) -> None:
         """Count the unit's gradients again, because a parameter was frozen."""
 
     def begin_gradients(self, *, allocates: bool, has_come: bool) -> int:
-        """Note that the first gradient, or zeros in place of gradients, is packed; return the backward's number."""
+        """Tell the backward that the first gradient, or zeros in its place, is packed; return the backward's number."""
 
     def lend(self, packer: LanePacker) -> None:
-        """Note that a lane reads autograd's gradients, which ``packer`` holds."""
+        """Tell the backward that a lane reads autograd's gradients, which ``packer`` holds."""
 
     def take_back_lent(self) -> None:
         """Release older gradients that lanes have read, before more gradients wait to be packed."""
@@ -81,8 +82,8 @@ class GradientBuffer:
         packed: receives autograd's gradients. With ``rests_partial`` it is ``main_grad`` itself: whole partial sums
             are accumulated in place, and reduced once at the end of a step.
         rests_final: each microbatch's reduction leaves final gradients in ``main_grad``.
-        packer: as given, but None while the packed buffer takes memory from a slot. Slots are few, or memory of NCCL,
-            so large gradients are packed into their slot on arrival.
+        packer: the argument, but None while the packed buffer takes memory from a slot, and with ``rests_partial``.
+            Slots are few, or memory of NCCL, so large gradients are packed into their slot on arrival.
         divisor: the sum over ranks is divided by it. wire_scale: the part of the division before the reduction.
         pack_scale: factor for gradients when they are packed. takes_products: the factor is a power of two, so that a
             scaled matrix product has the bits of an unscaled one.
@@ -100,7 +101,7 @@ class GradientBuffer:
     takes_products: bool
     _copies = False
     # One byte per parameter, 1 to pack its gradient: if it is trained and this rank's weight is not 0 (``weigh``).
-    _wanted: bytes | bytearray
+    _packs: bytes | bytearray
     _own_scale = _weight = 1.0
 
     def __init__(
@@ -111,7 +112,7 @@ class GradientBuffer:
         reduction: GradientReduction,
         packer: LanePacker | None,
     ) -> None:
-        self.unit, self.last_backward, self.is_replaced = "", 0, False
+        self.unit_name, self.last_backward, self.is_replaced = "", 0, False
         self.tickets: list[Ticket] = []
         self.last_tickets: list[Ticket] = []
         # Set when the unit is made.
@@ -133,7 +134,6 @@ class GradientBuffer:
         self._turns = turns(self._device, fsdp_params.last_turn)
         self._lane_packer = packer
         self._choose_packer()
-        self._trained = self.binding.trained
         if self.rests_partial:
             self.binding.memory.gaps = self._gaps
         else:
@@ -183,13 +183,13 @@ class GradientBuffer:
             self._turns.take(self._pack_late)
         if not self._begun.is_set:
             self._begin(has_come=True)
-        if self._is_late[index] and self._wanted[index]:
+        if self._is_late[index] and self._packs[index]:
             _set_grad(parameter, gradient)
         else:
             self._pack(index, gradient)
 
     def _pack(self, index: int, gradient: torch.Tensor) -> None:
-        if not self._wanted[index]:
+        if not self._packs[index]:
             return
         if self._copies and not self._filled[index] and gradient.layout is _STRIDED:
             self._views[index].copy_(gradient)
@@ -214,7 +214,7 @@ class GradientBuffer:
             self._copies
             and len(found) == len(gradients)
             and not any(map(self._filled.__getitem__, indices))
-            and all(map(self._wanted.__getitem__, indices))
+            and all(map(self._packs.__getitem__, indices))
             and set(map(_get_layout, found)) == {_STRIDED}
         ):
             torch._foreach_copy_(self._late_views, found)
@@ -227,10 +227,10 @@ class GradientBuffer:
                 self._pack(index, gradient)
 
     def _add(self, index: int, gradient: torch.Tensor) -> None:
-        split = self._fsdp_params.owned[index].split
-        if split is not None:
+        tensor_parallel = self._fsdp_params.owned[index].tensor_parallel
+        if tensor_parallel is not None:
             # The part of this rank along the tensor-parallel axis, whole along the data-parallel axes.
-            gradient = split.local_gradient(gradient)
+            gradient = tensor_parallel.local_gradient(gradient)
         if gradient.layout is not torch.strided:
             gradient = gradient.to_dense()
         accumulate(gradient, self._views[index], scale=self.pack_scale, overwrite=not self._filled[index])
@@ -241,7 +241,7 @@ class GradientBuffer:
             self._turns.take(self._pack_late)
         if not self._begun.is_set:
             self._begin(has_come=True)
-        if self._wanted[index]:
+        if self._packs[index]:
             view = self._views[index]
             if self._copies and not self._filled[index] and left.dtype is view.dtype and left.ndim == 2:
                 torch.mm(left, right, out=view)
@@ -261,19 +261,19 @@ class GradientBuffer:
         """
         listener = self.listener
         for index in self._fsdp_params.freeze():
-            self._trained[index] = 0
+            self.binding.trained[index] = 0
             if listener is not None:
-                listener.count_gradients()
-        if 1 not in self._trained:
+                listener.count_trained()
+        if 1 not in self.binding.trained:
             return False
         if listener is not None:
             allocates = not self.packed.storage.is_allocated
             self.last_backward = listener.begin_gradients(allocates=allocates, has_come=has_come)
         if self.is_replaced:
             raise StateError(
-                f"unit {self.unit!r}: a backward came to its weights without coming to an output of a unit before, and "
-                "gradients of an earlier backward are still in use. fix: call zero_grad() before the forward, or "
-                "return the tensor that leads to the loss from the unit's forward"
+                f"unit {self.unit_name!r}: a backward came to its weights without coming to an output of a unit "
+                "before, and gradients of an earlier backward are still in use. fix: call zero_grad() before the "
+                "forward, or return the tensor that leads to the loss from the unit's forward"
             )
         self.wait()
         if self.last_tickets:
@@ -287,7 +287,7 @@ class GradientBuffer:
             self.packed.storage.reallocate()
             if self._gaps:
                 torch._foreach_zero_(self._gaps)
-        self._copies = self.pack_scale == 1.0 and not self._fsdp_params.has_splits
+        self._copies = self.pack_scale == 1.0 and not self._fsdp_params.has_tensor_parallel
         self._begun.is_set = has_come
         if self._lane_packer is not None:
             if listener is not None:
@@ -411,7 +411,7 @@ class GradientBuffer:
             self._lane_packer.release_lent()
 
     def end_backward(self) -> None:
-        """Expect gradients of all parameters in the next backward."""
+        """Forget which parameters had a gradient in this backward."""
         self._fsdp_params.came[:] = bytes(len(self._views))
 
     # ------------------------------------------------------------------ a sum is discarded
@@ -461,7 +461,7 @@ class GradientBuffer:
 
     def rename(self, name: str) -> None:
         """Change the unit's name in messages and reports."""
-        self.unit, self.binding.name = name, f"unit {name!r}"
+        self.unit_name, self.binding.name = name, f"unit {name!r}"
         self.packed.rename(f"unit {name!r}: packed gradients")
         self.main_grad.rename(f"unit {name!r}: main_grad")
 
@@ -491,8 +491,8 @@ class GradientBuffer:
         under_way = self.binding.sum
         if self.rests_partial and under_way is not None and under_way.is_in_main_grad and divisor != self.divisor:
             raise StateError(
-                f"unit {self.unit!r}: the divisor of gradients was changed from {self.divisor:g} to {divisor:g} after "
-                "a microbatch whose gradients are divided already and not reduced yet. fix: call "
+                f"unit {self.unit_name!r}: the divisor of gradients was changed from {self.divisor:g} to {divisor:g} "
+                "after a microbatch whose gradients are divided already and not reduced yet. fix: call "
                 "set_gradient_divide_factor() before the first microbatch of a step"
             )
         scale_before = self._own_scale
@@ -515,7 +515,7 @@ class GradientBuffer:
             weight: 0 drops the gradients, and this rank reduces zeros.
         """
         self._weight = weight
-        self._wanted = self.binding.trained if weight else bytes(len(self._views))
+        self._packs = self.binding.trained if weight else bytes(len(self._views))
         self.pack_scale = self._own_scale * (weight or 1.0)
         self.takes_products = math.frexp(self.pack_scale)[0] == 0.5
 
@@ -526,53 +526,6 @@ class GradientBuffer:
         if self.wide is not None:
             yield "reduced gradients", self.wide
         yield "main_grad", self.main_grad
-
-
-def should_pack_on_lane(spec: GroupSpec, params: FSDPParams) -> bool:
-    """Return True if a lane should pack gradients: on a device with streams, if packing casts to a wider dtype."""
-    return (
-        turns(spec.compute_device) is not None
-        and spec.dtypes.reduce.itemsize > params.unsharded_params[0].itemsize
-        and spec.fuses_weight_gradients != "wide"
-        and not params.has_splits
-    )
-
-
-class LanePacker:
-    """Casts the gradients of one group into the packed buffer on the lane that reduces it.
-
-    With bf16 gradients and FP32 reduction, two FP32 packed buffers (one reduced while backward fills the other) would
-    take more memory than FSDP2 does. With a packer, gradients stay in autograd's memory until their unit is closed.
-    The lane allocates and releases the packed buffer, so the memory of the last reduction serves the next one
-    (docs/design/order.md, "Streams").
-
-    Attributes:
-        is_due: the group is closed, and ``pack_on_lane`` has not submitted it yet.
-        tickets: submitted packings. lent: autograd's gradients that the lane reads.
-    """
-
-    def __init__(self) -> None:
-        self.is_due = False
-        self.tickets: list[Ticket] = []
-        self.lent: Sequence[torch.Tensor] = ()
-
-    def take_back(self) -> None:
-        """Make the compute stream wait for the packing, and release autograd's gradients."""
-        for ticket in self.tickets if self.lent else ():
-            ticket.wait()
-        self.lent = ()
-
-    def release_lent(self) -> None:
-        """Release gradients and tickets after the compute stream has waited for the reduction."""
-        self.lent = ()
-        self.tickets.clear()
-
-    def cancel(self) -> None:
-        """Cancel packings that were submitted or are due."""
-        for ticket in self.tickets:
-            ticket.cancel()
-        self.is_due = False
-        self.release_lent()
 
 
 def pack_on_lane(buffers: Sequence[GradientBuffer]) -> None:

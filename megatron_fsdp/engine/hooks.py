@@ -45,7 +45,7 @@ class StepHooks(Generic[UnitT, CallT]):
     def on_requires_grad_changed(self, unit: UnitT, group: ParameterGroup, changed: Sequence[int]) -> None:
         """The parameters of a group with these indices were frozen or unfrozen."""
 
-    def on_gradients_taken(self, unit: UnitT, group: ParameterGroup) -> None:
+    def on_main_grad_held(self, unit: UnitT, group: ParameterGroup) -> None:
         """The user keeps a tensor that lies in the group's ``main_grad``, as the next forward or backward begins."""
 
     def on_stale_hold(self, unit: UnitT) -> None:

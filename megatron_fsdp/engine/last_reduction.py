@@ -50,20 +50,20 @@ def _issue(root: Root, groups: Sequence[ParameterGroup]) -> None:
     if not buffers:
         return
     state = root.backward
-    if state.wired is not None:
+    if state.wire_ticket is not None:
         # One unit at a time has memory for sums in the reduce dtype.
-        state.wired.wait()
-        state.wired = None
+        state.wire_ticket.wait()
+        state.wire_ticket = None
     device = buffers[0].packed.device
     ticket = lane("last", device).submit(
         functools.partial(start_last, reductions),
         functools.partial(complete_last, reductions),
-        owner=groups[0].unit,
+        owner=groups[0].unit_id,
         tickets=[buffer.last_tickets for buffer in buffers],
         after=[ticket for buffer in buffers for ticket in buffer.tickets],
     )
     if turns(device) is None and any(each.wire is not None for each in reductions):
-        state.wired = ticket
+        state.wire_ticket = ticket
 
 
 def finish_last_on_compute(units: Sequence[Sequence[ParameterGroup]]) -> None:

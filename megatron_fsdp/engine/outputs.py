@@ -89,7 +89,7 @@ def without_weights(call: Call, output: Any, enter: Enter) -> Any:
     A unit may return its weight, or a view of it. The caller may use the output after the gathered weights are
     released. Gradients reach the weight through the clone.
     """
-    buffers = [group.gathered for group in call.unit.groups if not group.rests_whole]
+    buffers = [group.gathered for group in call.unit.groups if not group.weights.rests_whole]
     if not buffers or output is None:
         return output
     storages = {buffer.storage.tensor.untyped_storage()._cdata for buffer in buffers}

@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 
 from dbuffer import DBuffer
 from dbuffer.dtensor.flat_dtensor import FlatDTensor
-from dbuffer.dtensor.placed_tensor import FLAGS_SET
+from dbuffer.dtensor.placed_tensor import REQUIRES_GRAD_WRITES
 from megatron_fsdp.build.ownership import OwnedParameter
-from megatron_fsdp.engine.passes import flags_of, set_classes, set_versions, version_of, versions_of
+from megatron_fsdp.engine.param_loops import requires_grad_of, set_classes, set_versions, version_of, versions_of
 from megatron_fsdp.engine.streams import LastTurn
 from megatron_fsdp.errors import StateError
 
@@ -67,11 +67,11 @@ NEVER = Flag()
 class FSDPParams:
     """The sharded and the unsharded parameters of one group.
 
-    Unsharded parameters are in one of two states: gathered (``brought_back``) and released (``released``). Autograd
-    compares the version of a saved tensor with the version when it was saved, and raises if they differ. ``released``
-    sets a version that no operator has seen, and ``brought_back`` restores the one before. So a backward that needs a
-    released weight raises autograd's error instead of reading other memory. Weights that are views of one tensor share
-    its version (docs/design/order.md).
+    Unsharded parameters are in one of two states: gathered, and released. Autograd compares the version of a saved
+    tensor with the version when it was saved, and raises if they differ. ``forbid_reads`` sets a version that no
+    operator has seen, and ``allow_reads`` restores the one before. So a backward that needs a released weight raises
+    autograd's error instead of reading other memory. Weights that are views of one tensor share its version
+    (docs/design/order.md).
 
     Args:
         sharded_params: DTensors over ``main_weight``, in plan order. unsharded_params: views of the gathered weights.
@@ -79,16 +79,18 @@ class FSDPParams:
         kinds: the classes of a gathered and of a released unsharded parameter (``unsharded_param.KINDS``).
 
     Attributes:
-        has_splits: some parameters are also sharded over another axis (tensor parallelism).
+        has_tensor_parallel: some parameters are sharded over tensor-parallel axes too.
         counted: tensors whose versions grow with every in-place change of sharded parameters that PyTorch counts.
         module_infos: where the parameters are registered.
         subclass: the name of a parameter class with all-gather hooks; empty for plain parameters.
+        came: one byte per parameter, 1 if autograd has accumulated its gradient in this backward.
+        is_small: one byte per parameter, 1 if it has at most ``SMALL_NUMEL`` elements.
+        last_requires_grad: per parameter, ``requires_grad`` at compute's last use.
+
+    Attributes that the gradient buffer sets and gradient hooks read, so that a hook with nothing to do makes no call:
         begun: set while a backward packs gradients of the group; then hooks of small gradients return at once.
         begun_on_lane: the same for hooks of larger gradients, if a ``LanePacker`` packs them.
         last_turn: the stream that had the last turn at the packed buffer (``streams.Turns``).
-        came: one byte per parameter, 1 if autograd has accumulated its gradient in this backward.
-        is_small: one byte per parameter, 1 if it has at most ``SMALL_NUMEL`` elements.
-        required: per parameter, ``requires_grad`` at compute's last use.
     """
 
     module_infos: ParamModuleInfos
@@ -104,13 +106,13 @@ class FSDPParams:
     ) -> None:
         self.owned = tuple(owned)
         self.main_weight = main_weight
-        self.has_splits = any(parameter.split is not None for parameter in owned)
+        self.has_tensor_parallel = any(parameter.tensor_parallel is not None for parameter in owned)
         self.sharded_params, self.unsharded_params = sharded_params, unsharded_params
         self._kinds = kinds
         self._guarded = [param for param in unsharded_params if isinstance(param, kinds[0])]
         wrappers = [param for param in unsharded_params if isinstance(param, DTensor)]
-        # If the classes of all parameters count changes of requires_grad, no flag has to be read.
-        self._says_flags = len(self._guarded) == len(unsharded_params)
+        # If the classes of all parameters count writes of requires_grad, no flag has to be read.
+        self._counts_requires_grad_writes = len(self._guarded) == len(unsharded_params)
         # The version of a DTensor's local part is guarded too.
         self._versioned, self._counters = _counters_of(
             (*unsharded_params, *(param._local_tensor for param in wrappers))
@@ -123,12 +125,12 @@ class FSDPParams:
         self.last_turn = LastTurn()
         self.came = bytearray(len(owned))
         self.is_small = bytearray(int(param.numel() <= SMALL_NUMEL) for param in unsharded_params)
-        self.required = [False] * len(owned)
-        self._num_flags_set = -1
+        self.last_requires_grad = [False] * len(owned)
+        self._num_requires_grad_writes = -1
 
     # ------------------------------------------------------------------ memory of unsharded parameters
 
-    def released(self, *, is_unchanged: bool = False) -> None:
+    def forbid_reads(self, *, is_unchanged: bool = False) -> None:
         """Make reads of unsharded parameters raise, in Python and in autograd, because their memory is released.
 
         Args:
@@ -138,7 +140,7 @@ class FSDPParams:
         set_versions(self._versioned, self._released)
         set_classes(self._guarded, self._kinds[1])
 
-    def brought_back(self) -> None:
+    def allow_reads(self) -> None:
         """Allow reads of unsharded parameters again, and backwards that saved them since their last change."""
         set_versions(self._versioned, self._kept_versions)
         set_classes(self._guarded, self._kinds[0])
@@ -163,15 +165,15 @@ class FSDPParams:
 
     def changed_requires_grad(self) -> list[int]:
         """Return the indices of parameters that were frozen or unfrozen since compute's last use, on either object."""
-        if FLAGS_SET.number == self._num_flags_set and self._says_flags:
+        if REQUIRES_GRAD_WRITES.number == self._num_requires_grad_writes and self._counts_requires_grad_writes:
             return []
-        required = self.required
-        used, shown = flags_of(self.unsharded_params), flags_of(self.sharded_params)
-        self._num_flags_set = FLAGS_SET.number
-        if shown == required == used:
+        last = self.last_requires_grad
+        used, shown = requires_grad_of(self.unsharded_params), requires_grad_of(self.sharded_params)
+        self._num_requires_grad_writes = REQUIRES_GRAD_WRITES.number
+        if shown == last == used:
             return []
         changed = []
-        for index, flag in enumerate(required):
+        for index, flag in enumerate(last):
             wanted = used[index] if used[index] is not flag else shown[index]
             self.sharded_params[index].requires_grad_(wanted)
             self.unsharded_params[index].requires_grad_(flag)
@@ -188,17 +190,17 @@ class FSDPParams:
         changed = self.changed_requires_grad()
         if changed:
             # Unfrozen parameters count from the next forward on, which looks again.
-            self._num_flags_set = -1
-        frozen = [index for index in changed if self.required[index]]
+            self._num_requires_grad_writes = -1
+        frozen = [index for index in changed if self.last_requires_grad[index]]
         for index in frozen:
             self.unsharded_params[index].requires_grad_(False)
-            self.required[index] = False
+            self.last_requires_grad[index] = False
         return frozen
 
     def wrap(self, index: int, rows: DTensor) -> DTensor:
         """Return another buffer's DTensor of parameter ``index``, placed like the sharded parameter."""
-        split = self.owned[index].split
-        return rows if split is None else split.as_sharded(rows)
+        tensor_parallel = self.owned[index].tensor_parallel
+        return rows if tensor_parallel is None else tensor_parallel.as_sharded(rows)
 
 
 def _counters_of(tensors: Iterable[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], list[int]]:
@@ -373,12 +375,12 @@ def laid_out(params: FSDPParams, param: torch.Tensor, value: torch.Tensor) -> DT
     All ranks of the mesh must call it, because it gathers a DTensor.
     """
     index = next(position for position, other in enumerate(params.sharded_params) if other is param)
-    template, split = params.sharded_params[index], params.owned[index].split
+    template, tensor_parallel = params.sharded_params[index], params.owned[index].tensor_parallel
     assert isinstance(template, FlatDTensor)
     local = torch.empty_like(template.to_local(), dtype=value.dtype)
     held = params.main_weight.layout.held(index)
     whole = (value.full_tensor() if isinstance(value, DTensor) else value).detach()
-    part = (whole if split is None else split.local_part(whole)).reshape(-1)
+    part = (whole if tensor_parallel is None else tensor_parallel.local_part(whole)).reshape(-1)
     local.view(-1).copy_(part[held.start : held.stop])
     return FlatDTensor.from_local(
         local, template.device_mesh, template.placements, run_check=False, shape=template.shape,

@@ -50,7 +50,7 @@ def leave_unit(unit: Unit) -> None:
 def post_backward(unit: Unit) -> None:
     """Reduce the gradients of a unit that backward has left, once per backward; ``leave_unit`` comes before."""
     state = unit.root.backward
-    if unit.reference in state.closed or not unit.num_gradients:
+    if unit.reference in state.closed or not unit.num_trained:
         return
     state.closed.add(unit.reference)
     # Without a gradient so far there are two cases. This rank used none of these parameters, but other ranks may have
@@ -97,7 +97,8 @@ def close_and_reduce(unit: Unit) -> None:  # noqa: C901  # in order of time
                 tell("reduce", unit)
             state.reducing.append(unit.reference)
             break
-    # 3. In the last backward of a step, reduce over the axes that still hold partial sums.
+    # 3. In the last backward of a step, reduce over the axes that still hold partial sums. With manual finalization no
+    # backward is known to be the last, and ``finalize_backward`` does this.
     if not unit.rests_final and state.is_last and not state.is_manual and unit.requires_all_reduce and complete:
         reduce_last(unit)
     if listeners:
@@ -119,7 +120,7 @@ def drain(root: Root, num_kept: int) -> None:
                 try:
                     buffer.wait()
                 except RuntimeError as error:
-                    AgreementError.raise_for(buffer.unit, "the reduction of its gradients", error)
+                    AgreementError.raise_for(buffer.unit_name, "the reduction of its gradients", error)
         del reducing[0]
 
 
@@ -135,5 +136,5 @@ def drain_completed(root: Root) -> None:
 
 
 def share_reductions(root: Root, other: Root) -> None:
-    """Let two roots share one limit on packed gradient buffers."""
+    """Count the packed gradient buffers of two roots together, for one limit."""
     root.backward.reducing = other.backward.reducing

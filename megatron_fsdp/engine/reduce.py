@@ -50,6 +50,53 @@ ReduceFunction = Callable[
 ]
 
 
+def start_reductions(reductions: Sequence[GradientReduction], works: list[dist.Work] | None) -> None:
+    """Issue the reductions of one unit's packed buffers, as one collective if they allow it."""
+    parts: list[Part] = []
+    for reduction in reductions:
+        parts += reduction.start(works)
+    if len(parts) == 1 and parts[0].kind == "reduce_scatter":
+        reduce_scatter(parts[0].shard, parts[0].whole, parts[0].axis, parts[0].op, works)
+    else:
+        _issue(parts, works)
+
+
+def _issue(parts: Sequence[Part], works: list[dist.Work] | None) -> None:
+    all_reduce_together([part for part in parts if part.kind == "all_reduce"], works)
+    reduce_scatter_together([part for part in parts if part.kind == "reduce_scatter"], works)
+
+
+def fold(reductions: Sequence[GradientReduction]) -> None:
+    """Accumulate the reduced gradients in ``main_grad``, on the device."""
+    for reduction in reductions:
+        reduction.fold()
+        if reduction.frees_packed:
+            reduction.packed.release_storage()
+
+
+def fold_on_host(reductions: Sequence[GradientReduction]) -> None:
+    """Accumulate the reduced gradients in ``main_grad``, on the CPU."""
+    for reduction in reductions:
+        reduction.fold_on_host()
+
+
+def start_last(reductions: Sequence[GradientReduction], works: list[dist.Work] | None) -> None:
+    """Issue the reduction of one unit's ``main_grad`` over the axes that still hold partial sums."""
+    for reduction in reductions:
+        if reduction.wire is not None:
+            reduction.wire.load()
+    parts: list[Part] = []
+    for reduction in reductions:
+        parts += reduction.start_last(works)
+    _issue(parts, works)
+
+
+def complete_last(reductions: Sequence[GradientReduction]) -> None:
+    """Write the results of the last reductions to ``final``."""
+    for reduction in reductions:
+        reduction.complete_last()
+
+
 class Wire:
     """The send buffer of a step's last reduction, if ``main_grad`` has another dtype or device than the collective.
 
@@ -381,50 +428,3 @@ def _wide_part(packed: DBuffer, reduced: DBuffer) -> list[Part]:
             f"axis: {error}. fix: use another strategy, or reduce_dtype={reduced.dtype}"
         ) from error
     return [Part("reduce_scatter", axis, packed.local_buffer, reduced.local_buffer, "sum")]
-
-
-def start_reductions(reductions: Sequence[GradientReduction], works: list[dist.Work] | None) -> None:
-    """Issue the reductions of one unit's packed buffers, as one collective if they allow it."""
-    parts: list[Part] = []
-    for reduction in reductions:
-        parts += reduction.start(works)
-    if len(parts) == 1 and parts[0].kind == "reduce_scatter":
-        reduce_scatter(parts[0].shard, parts[0].whole, parts[0].axis, parts[0].op, works)
-    else:
-        _issue(parts, works)
-
-
-def _issue(parts: Sequence[Part], works: list[dist.Work] | None) -> None:
-    all_reduce_together([part for part in parts if part.kind == "all_reduce"], works)
-    reduce_scatter_together([part for part in parts if part.kind == "reduce_scatter"], works)
-
-
-def fold(reductions: Sequence[GradientReduction]) -> None:
-    """Accumulate the reduced gradients in ``main_grad``, on the device."""
-    for reduction in reductions:
-        reduction.fold()
-        if reduction.frees_packed:
-            reduction.packed.release_storage()
-
-
-def fold_on_host(reductions: Sequence[GradientReduction]) -> None:
-    """Accumulate the reduced gradients in ``main_grad``, on the CPU."""
-    for reduction in reductions:
-        reduction.fold_on_host()
-
-
-def start_last(reductions: Sequence[GradientReduction], works: list[dist.Work] | None) -> None:
-    """Issue the reduction of one unit's ``main_grad`` over the axes that still hold partial sums."""
-    for reduction in reductions:
-        if reduction.wire is not None:
-            reduction.wire.load()
-    parts: list[Part] = []
-    for reduction in reductions:
-        parts += reduction.start_last(works)
-    _issue(parts, works)
-
-
-def complete_last(reductions: Sequence[GradientReduction]) -> None:
-    """Write the results of the last reductions to ``final``."""
-    for reduction in reductions:
-        reduction.complete_last()

@@ -17,14 +17,13 @@ import torch.distributed as dist
 from dbuffer.collectives.waits import wait_for
 from dbuffer.events import listeners, tell
 from dbuffer_kernels.switches import is_off
-from megatron_fsdp.engine.freshness import CHECKS
+from megatron_fsdp.engine.optimizer_steps import STEP_CHECKS
 
 __all__ = [
     "COMPUTES",
     "HOST_READS",
     "HOST_WRITES",
     "LANES",
-    "LATEST",
     "CallerStreams",
     "Compute",
     "Event",
@@ -36,6 +35,7 @@ __all__ = [
     "compute_of",
     "drive_with",
     "end_of_compute",
+    "expect_host_read",
     "forget_unused_streams",
     "is_capturing",
     "join_captured",
@@ -168,11 +168,11 @@ class Turns:
         self._last = last
         self._stream: torch.Stream | None = None
 
-    def take(self, leave: Callable[[], None]) -> None:
+    def take(self, finish_turn: Callable[[], None]) -> None:
         """Make the current stream wait for the stream that had the last turn.
 
         Args:
-            leave: called on that stream before, to finish its work on the buffer.
+            finish_turn: called on that stream before, to finish its work on the buffer.
         """
         compute = self._compute
         streams = compute.streams
@@ -182,17 +182,17 @@ class Turns:
         stream, before = streams.current(compute.device), self._stream
         if before is not None and compute.is_captured(before) is streams.is_capturing():
             with streams.use(before):
-                leave()
+                finish_turn()
             stream.wait_stream(before)
         compute.note()
         self._last.stream, self._stream = number, stream
 
 
 COMPUTES: dict[torch.device, Compute] = {}
-LANES: dict[tuple[str, torch.device], Any] = {}
+LANES: dict[tuple[str, torch.device], Lane] = {}
 """The process's lanes, by name and device (``lane``)."""
-LATEST: list[Any] = []
-"""The event after the last submission to any lane of a device; empty if there was none."""
+_latest: Event | None = None
+"""The event after the last submission to any lane of a device; see ``latest_submission``."""
 _DOUBLES: list[Any] = []
 
 
@@ -233,19 +233,20 @@ def wait_for_event(event: torch.Event, device: torch.device) -> None:
         compute.streams.current(device).wait_event(event)
 
 
-def latest_submission() -> Any:
+def latest_submission() -> Event | None:
     """Return the event after the last submission to any lane of a device; any thread may query it.
 
     None before the first submission, and after one that was captured into a graph: its event does not follow replays.
     """
-    return LATEST[0] if LATEST else None
+    return _latest
 
 
 @contextmanager
 def drive_with(streams: Any) -> Iterator[None]:
     """Use the double ``streams`` for every device inside a ``with`` block; make and use models inside of the block."""
     known: tuple[dict[Any, Any], ...] = (LANES, COMPUTES)
-    before, latest = [dict(each) for each in known], list(LATEST)
+    global _latest
+    before, latest = [dict(each) for each in known], _latest
     for each in known:
         each.clear()
     _DOUBLES.append(streams)
@@ -256,7 +257,7 @@ def drive_with(streams: Any) -> Iterator[None]:
         for each, saved in zip(known, before, strict=True):
             each.clear()
             each.update(saved)
-        LATEST[:] = latest
+        _latest = latest
 
 
 # ---------------------------------------------------------------- lanes
@@ -272,7 +273,7 @@ class Ticket:
     """A submission to a lane; ``wait`` makes its result visible to compute.
 
     Attributes:
-        lane: the name of the lane. owner: the identity of the unit that submitted the work; 0 for no unit.
+        lane: the name of the lane. owner: ``id`` of the unit that submitted the work; 0 for no unit.
         works: on CPU, handles of the collectives, until ``wait``.
     """
 
@@ -405,6 +406,7 @@ class Lane:
         after: Iterable[Ticket],
     ) -> None:
         """Run the operation on the lane's stream, after all work of the compute streams so far."""
+        global _latest
         streams, mine = compute.streams, self._stream
         assert mine is not None
         # The wait also covers memory: the allocator may hand out, on this stream, a block that compute has released.
@@ -426,7 +428,7 @@ class Lane:
                 event.record(mine)
                 ticket._event = self._last = event
                 self._is_last_captured = streams.is_capturing()
-        LATEST[:] = [] if self._is_last_captured else [event]
+        _latest = None if self._is_last_captured else event
         if listeners:
             tell("issued", ticket)
 
@@ -451,8 +453,7 @@ def lane(name: str, device: torch.device) -> Lane:
     key = (name, device)
     if key not in LANES:
         LANES[key] = Lane(name, compute_of(device))
-    found: Lane = LANES[key]
-    return found
+    return LANES[key]
 
 
 def join_lanes() -> None:
@@ -490,21 +491,22 @@ def end_of_compute(device: torch.device) -> Callable[[], None]:
 
 
 class CallerStreams:
-    """Orders the gathers of a stream of weights and the device streams on which its caller takes the tensors.
+    """Orders gathers of weights (``transfer/``), and the device streams on which the caller uses the tensors.
 
-    The caller may take each tensor on another device stream: vLLM packs one buffer after the other on streams of its
-    own. A tensor may be used on the stream that was current when it was handed over. Does nothing on a CPU.
+    Weights are gathered in buckets of several tensors, on the current stream. The caller gets one tensor after the
+    other, and may take each on another stream, as vLLM does. It may use a tensor on the stream that was current when it
+    got the tensor. All methods do nothing on a CPU.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._compute = compute_of(device)
         self._landed: Event | None = None
-        # Streams, by number, that follow the arrival of the bucket that the caller has now.
+        # Numbers of the streams that wait for the bucket that the caller has now.
         self._following: set[int] = set()
 
     def before_gather(self) -> None:
-        """Let the current stream, which gathers follow, follow all others: they trained, or read earlier buckets."""
+        """Make the current stream, which gathers next, wait for all others, which trained or read earlier buckets."""
         if self._compute is not None:
             current = self._compute.streams.current(self._device)
             for stream in self._compute.all():
@@ -512,14 +514,14 @@ class CallerStreams:
                     current.wait_stream(stream)
 
     def bucket_landed(self) -> None:
-        """Note that what the current stream has been given so far fills a bucket."""
+        """Record that the work issued on the current stream so far fills a bucket."""
         if self._compute is not None:
             self._landed = self._compute.streams.event()
             self._landed.record(self._compute.streams.current(self._device))
             self._following = set()
 
     def hand_over(self, memory: torch.Tensor) -> None:
-        """Let the current stream follow the arrival of the bucket, of which a tensor is handed over."""
+        """Make the current stream wait for the bucket that has the next tensor; ``memory`` is the bucket."""
         if self._compute is None or self._landed is None:
             return
         number = self._compute.streams.current_id(self._device)
@@ -534,26 +536,27 @@ class CallerStreams:
             memory.record_stream(stream)
 
     def end(self) -> None:
-        """Let all streams follow the last gather: an optimizer that steps on one of them writes what it reads."""
+        """Make all streams wait for the last gather: an optimizer on one of them writes the weights that it reads."""
         if self._compute is not None and self._landed is not None:
             for stream in self._compute.all():
                 stream.wait_event(self._landed)
 
 
+# ---------------------------------------------------------------- weights and gradients in CPU memory (offload)
+
+
 HOST_READS: set[torch.device] = set()
 """Devices whose gathers may still read main weights in CPU memory; ``wait_for_host_reads`` waits for them."""
-
 
 HOST_WRITES: set[torch.device] = set()
 """Devices whose reductions may still write ``main_grad`` in CPU memory; ``wait_for_host_writes`` waits for them."""
 
 
-def wait_for_host_writes() -> None:
-    """Block the host until reductions have written ``main_grad`` in CPU memory, once for all units."""
-    while HOST_WRITES:
-        reductions = LANES.get(("reduce", HOST_WRITES.pop()))
-        if reductions is not None:
-            reductions.synchronize()
+def expect_host_read(device: torch.device) -> None:
+    """Record that a gather reads main weights in CPU memory, so that the next optimizer step waits for it."""
+    HOST_READS.add(device)
+    if wait_for_host_reads not in STEP_CHECKS:
+        STEP_CHECKS.append(wait_for_host_reads)
 
 
 def wait_for_host_reads(_: object = None) -> None:
@@ -562,5 +565,13 @@ def wait_for_host_reads(_: object = None) -> None:
         gathers = LANES.get(("gather", HOST_READS.pop()))
         if gathers is not None:
             gathers.synchronize()
-    if wait_for_host_reads in CHECKS:
-        CHECKS.remove(wait_for_host_reads)
+    if wait_for_host_reads in STEP_CHECKS:
+        STEP_CHECKS.remove(wait_for_host_reads)
+
+
+def wait_for_host_writes() -> None:
+    """Block the host until reductions have written ``main_grad`` in CPU memory, once for all units."""
+    while HOST_WRITES:
+        reductions = LANES.get(("reduce", HOST_WRITES.pop()))
+        if reductions is not None:
+            reductions.synchronize()

@@ -1,8 +1,8 @@
 """Unit and Root: the state of one ``fully_shard`` call, and the state that all units of a model share.
 
 A unit unshards and reshards its parameter groups together (FSDP2's ``FSDPState`` and ``FSDPParamGroup``), and announces
-both as events (``dbuffer.events``). ``forward.py``, ``backward.py``,
-``post_backward.py`` and ``final_callback.py`` decide when.
+both as events (``dbuffer.events``). ``forward.py``, ``backward.py``, ``post_backward.py`` and ``final_callback.py``
+decide when.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch import nn
 
 from dbuffer.errors import MeshError
 from dbuffer.events import listeners, tell
-from megatron_fsdp.engine.grads import GradientBuffer, LanePacker
+from megatron_fsdp.engine.grads import GradientBuffer
 from megatron_fsdp.engine.hooks import SharedOrder, StepHooks, sees_collectives
-from megatron_fsdp.engine.module_tree import ModuleTree
+from megatron_fsdp.engine.lane_packer import LanePacker
 from megatron_fsdp.engine.param_group import ParameterGroup, start_gathers
 from megatron_fsdp.engine.streams import Event, Ticket, turns
 from megatron_fsdp.engine.unsharded_param import refuse_change
@@ -188,21 +188,31 @@ class Unit:
         reference: a weak reference to the unit, for objects that must not keep it alive.
         groups: the parameter groups; empty if other units have all parameters of the module.
         root: the state that all units of the model share.
-        reshard_after_forward: the user's setting. None reshards a unit below the root when the next unit runs, and
-            does not reshard the root. Groups store an int k (``ParameterGroup``).
-        rests_final: True if the reductions in backward leave no axis to reduce once per step.
+        inner: the units inside of this unit, which were made before it.
+
+    Attributes that the user sets:
+        reshard_after_forward: None reshards a unit below the root when the next unit runs, and does not reshard the
+            root. An int above 1 is True here, and the groups keep a part of the weights (``PostForwardShard``).
+        reshard_after_backward: False keeps the weights gathered for the next forward.
+        unshards_in_backward: False if the module's backward does not read its weights, so they are not gathered.
         requires_all_reduce: True if the last backward also reduces over axes that hold partial sums.
         requires_gradient_sync: False keeps gradients unreduced on this rank until a backward with True.
+        forward_prefetch, backward_prefetch: units to gather ahead; if empty, the last pass predicts them.
+        slots: the source of memory for gathered weights and packed gradients.
+
+    Attributes that follow from the groups (``count_trained``):
+        gradient_buffers: of the groups that have one.
+        num_trained: the number of trained parameters. is_trained: all parameters are trained.
+        rests_final: True if the reductions in backward leave no axis to reduce once per step.
+
+    Attributes that a step changes:
         weight_state: changed only by ``unshard``, ``wait_for_unshard`` and ``reshard``.
         num_holds: how many ``unsharded()`` blocks the unit is in; ``reshard`` does nothing then.
         num_changes_held: ``count_changes`` when the first of these blocks began.
         gather_ticket: the ticket of a gather that compute has not waited for; None without a gather, or if all weights
             rest whole.
-        slots: the source of memory for gathered weights and packed gradients.
-        inner: the units inside of this unit, which were made before it.
         pending_calls: weak references to the calls that a backward may still enter, the oldest first.
         open_call: the call that runs, or None. pending_modules: the ids of the modules that have still to run in it.
-        trees: for each module of the unit, by its id, the modules and parameters below it.
     """
 
     root: Root
@@ -216,7 +226,6 @@ class Unit:
         self.modules = [weakref.ref(module) for module in modules]
         self.set_groups(groups)
         self.module_ids = frozenset(map(id, modules))
-        self.trees: dict[int, ModuleTree] = {}
         self.inner: list[weakref.ref[Unit]] = []
         self.slots = SlotChoice()
         self.reshard_after_forward: bool | None = None
@@ -228,7 +237,7 @@ class Unit:
         self.num_holds = self.num_changes_held = 0
         self.gather_ticket: Ticket | None = None
         self.gradient_buffers: tuple[GradientBuffer, ...] = ()
-        self.num_gradients, self.rests_final, self.is_trained = 0, True, False
+        self.num_trained, self.rests_final, self.is_trained = 0, True, False
         self.pending_calls: list[weakref.ref[Call]] = []
         self.open_call: Call | None = None
         self.pending_modules: set[int] = set()
@@ -237,19 +246,19 @@ class Unit:
         """Replace the parameter groups of the unit."""
         self.groups = tuple(groups)
         for group in groups:
-            group.unit, group.module = id(self), self.modules[0]
+            group.unit_id, group.module = id(self), self.modules[0]
 
-    def count_gradients(self) -> None:
+    def count_trained(self) -> None:
         """Update the attributes that depend on which parameters are trained and which groups have gradient buffers."""
         self.gradient_buffers = tuple(
             group.gradient_buffer for group in self.groups if group.gradient_buffer is not None
         )
-        self.num_gradients = sum(sum(buffer.binding.trained) for buffer in self.gradient_buffers)
-        self.is_trained = self.num_gradients == sum(len(group.parameters) for group in self.groups)
+        self.num_trained = sum(sum(buffer.binding.trained) for buffer in self.gradient_buffers)
+        self.is_trained = self.num_trained == sum(len(group.parameters) for group in self.groups)
         self.rests_final = all(buffer.rests_final for buffer in self.gradient_buffers)
 
     @property
-    def is_in_backward(self) -> bool:
+    def backward_reads_weights(self) -> bool:
         """True while a backward is in the unit and may read the gathered weights."""
         state = self.root.backward
         return is_in_backward() and self.reference in state.active and self.reference not in state.closed
@@ -258,12 +267,12 @@ class Unit:
     def is_in_forward(self) -> bool:
         """True while a forward of the unit runs, also one that a checkpoint recomputes in backward."""
         shows_gathered = any(group.fsdp_params.module_infos.shows_gathered for group in self.groups)
-        return self.open_call is not None or (self.is_in_backward and shows_gathered)
+        return self.open_call is not None or (self.backward_reads_weights and shows_gathered)
 
     @property
     def gathered_bytes(self) -> int:
         """The bytes that a gather of the unit allocates; weights that rest whole do not count."""
-        return sum(group.gathered.nbytes for group in self.groups if not group.rests_whole)
+        return sum(group.gathered.nbytes for group in self.groups if not group.weights.rests_whole)
 
     def show_sharded(self) -> None:
         """Register the sharded parameters in the modules without releasing the gathered weights."""
@@ -288,7 +297,7 @@ class Unit:
             number += group.freshness.num_changes
         return number
 
-    def refuse_replaced_params(self) -> None:
+    def check_replaced_params(self) -> None:
         """Call ``on_replaced`` of the hooks if a module has another tensor registered under a parameter's name."""
         for group in self.groups:
             if group.fsdp_params.module_infos.is_replaced():
@@ -324,7 +333,7 @@ class Unit:
         try:
             self.gather_ticket = start_gathers(self.groups, check=check, owner=id(self))
         except RuntimeError as error:
-            # On a CPU the host waits for weights at rest that a step has changed.
+            # On a CPU the host waits for the refresh of resting weights that a step has changed.
             AgreementError.raise_for(self.name, "the gather of its weights", error)
         # Last: after an error above (an interrupt, out of memory) the unit must not look gathered.
         self.weight_state = WeightState.GATHERING
@@ -431,7 +440,7 @@ class Unit:
             self.pending_calls.append(weakref.ref(call))
             if len(self.pending_calls) > 1:
                 living = [reference for reference in self.pending_calls if reference() is not None]
-                self.pending_calls = sorted(living, key=_begin)
+                self.pending_calls = sorted(living, key=_begin_of)
 
 
 class BackwardState:
@@ -443,7 +452,6 @@ class BackwardState:
         max_packed_buffers: how many units may have packed gradients at once.
 
     Attributes that belong to one backward, from ``begin_backward`` to ``final_callback``:
-        is_under_way: True during a backward.
         ending: a weak reference to the callback that autograd calls at the end; None outside of a backward. The
             callback dies with a backward that raises.
         task: autograd's number for the graph that the backward began with.
@@ -457,22 +465,21 @@ class BackwardState:
 
     Attributes that go from one backward to the next:
         number: how many backwards have begun.
-        is_unfinished: True if ``finalize_backward`` has still to complete gradients. awaited: the id of the
+        is_unfinished: True if ``finalize_backward`` has still to complete gradients. open_handle: the id of the
             ``GradientReductionHandle`` that was not waited for; 0 for none.
         has_sums: True if ``.grad`` of a parameter may show a sum that is not final.
-        num_flags_set: ``FLAGS_SET.number`` when the last backward began.
+        num_requires_grad_writes: ``REQUIRES_GRAD_WRITES.number`` when the last backward began.
         reducing: the units whose reductions compute has not waited for, oldest first.
         lenders: the packers that hold gradients which a lane reads, oldest first.
-        wired: without streams, the ticket of the last reduction that uses the buffer in the reduce dtype.
+        wire_ticket: without streams, the ticket of the last reduction that uses the buffer in the reduce dtype.
     """
 
     def __init__(self, max_packed_buffers: int) -> None:
         self.is_last = True
         self.number = 0
-        self.is_under_way = False
         self.max_packed_buffers = max_packed_buffers
         self.is_manual = self.is_unfinished = False
-        self.awaited = 0
+        self.open_handle = 0
         self.active: dict[weakref.ref[Unit], None] = {}
         self.oldest_calls: dict[weakref.ref[Unit], Call] = {}
         self.repeated: dict[weakref.ref[Unit], Call] = {}
@@ -482,10 +489,10 @@ class BackwardState:
         self.task = -1
         self.ending: weakref.ref[functools.partial[None]] | None = None
         self.has_sums = False
-        self.num_flags_set = -1
+        self.num_requires_grad_writes = -1
         self.reducing: list[weakref.ref[Unit]] = []
         self.lenders: list[weakref.ref[LanePacker]] = []
-        self.wired: Ticket | None = None
+        self.wire_ticket: Ticket | None = None
 
 
 class Root:
@@ -567,6 +574,10 @@ class Root:
         """Return the units in the registration order of the root's modules."""
         return alive(self._units)
 
+    def gradient_buffers(self) -> list[GradientBuffer]:
+        """Return the gradient buffers of all units."""
+        return [buffer for unit in self.units() for buffer in unit.gradient_buffers]
+
     def prefetch(self, units: Sequence[Unit], *, check: bool) -> None:
         """Issue gathers ahead of use, in this order.
 
@@ -636,6 +647,6 @@ def is_in_backward() -> bool:
     return task_id() != -1
 
 
-def _begin(reference: weakref.ref[Call]) -> int:
+def _begin_of(reference: weakref.ref[Call]) -> int:
     call = reference()
     return 0 if call is None else call.begin

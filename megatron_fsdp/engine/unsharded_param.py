@@ -19,7 +19,7 @@ from torch._guards import TracingContext
 from torch.distributed.tensor import DTensor
 
 from dbuffer import StorageError
-from dbuffer.dtensor.placed_tensor import FLAGS_SET
+from dbuffer.dtensor.placed_tensor import REQUIRES_GRAD_WRITES
 from megatron_fsdp.engine.params import WeightHandle, handle_of, laid_out
 from megatron_fsdp.errors import StateError
 
@@ -52,8 +52,10 @@ def refuse_change(weights: Sequence[torch.Tensor]) -> NoReturn:
 
 
 def _counting(name: str) -> Callable[..., Any]:
+    """Return the method ``name`` of a parameter, which also counts a write of ``requires_grad``."""
+
     def count(self: Any, *args: Any, **options: Any) -> Any:
-        FLAGS_SET.number += 1
+        REQUIRES_GRAD_WRITES.number += 1
         return getattr(super(UnshardedParam, self), name)(*args, **options)
 
     count.__name__ = name
@@ -75,7 +77,7 @@ class UnshardedParam(nn.Parameter):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "requires_grad":
-            FLAGS_SET.number += 1
+            REQUIRES_GRAD_WRITES.number += 1
         is_own = name.startswith("_fsdp_") or name in _OF_SHARDS or hasattr(UnshardedParam, name)
         sharded = None if is_own else self._sharded()
         if sharded is None:
@@ -188,6 +190,7 @@ class ReleasedWeight(UnshardedParam):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        """Run functions that read no values; raise ``StorageError`` for any other."""
         name = getattr(func, "__name__", "")
         if name in ("__get__", "__set__", "__delete__"):
             name = getattr(getattr(func, "__self__", None), "__name__", "")
@@ -207,6 +210,7 @@ class ReleasedWeight(UnshardedParam):
 
 
 def _in_place(name: str) -> Callable[..., Any]:
+    """Return the in-place operator ``name``, which raises unless the group's gathered weights may be changed."""
     change = getattr(torch.Tensor, name)
 
     def change_in_place(self: UnshardedParam, *args: Any, **options: Any) -> Any:
@@ -230,6 +234,7 @@ KINDS: tuple[type[UnshardedParam], ...] = (GatheredWeight, ReleasedWeight)
 
 
 def _released(args: Iterable[Any], kwargs: dict[str, Any], name: str) -> StorageError:
+    """Return the error for a call of ``name`` with a released weight among its arguments."""
     operands = [*args, *kwargs.values()]
     nested = [item for operand in operands if isinstance(operand, (list, tuple)) for item in operand]
     weight = next(item for item in (*operands, *nested) if isinstance(item, ReleasedWeight))

@@ -1,4 +1,4 @@
-"""How parameter groups and their parameters are made, and what becomes of them and of units between steps."""
+"""Make a parameter group, with its buffers, its parameters and their hooks, and change it between steps."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from dbuffer.dtensor.attribute_ops import rebind, refuse_uses
 from dbuffer.dtensor.autograd import accept_plain_gradients
 from dbuffer.dtensor.placed_tensor import Label, label
 from megatron_fsdp.build.builder import GroupSpec
-from megatron_fsdp.build.ownership import OwnedParameter, mark_owned, settle_grad_dtypes
-from megatron_fsdp.engine.backward import UnitGradientListener
+from megatron_fsdp.build.ownership import OwnedParameter, mark_owned
 from megatron_fsdp.engine.freshness import Freshness
-from megatron_fsdp.engine.grads import GradientBuffer, LanePacker, should_pack_on_lane
-from megatron_fsdp.engine.param_group import ParameterGroup, WeightBuffers, note_group
+from megatron_fsdp.engine.grads import GradientBuffer
+from megatron_fsdp.engine.lane_packer import LanePacker, should_pack_on_lane
+from megatron_fsdp.engine.param_group import ParameterGroup, record_group
 from megatron_fsdp.engine.params import (
     NEVER,
     FSDPParams,
@@ -36,22 +36,29 @@ from megatron_fsdp.engine.params import (
 )
 from megatron_fsdp.engine.reduce import ReduceFunction, make_reduction
 from megatron_fsdp.engine.streams import compute_of, join_lanes
-from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.engine.unsharded_param import KINDS, UnshardedParam
+from megatron_fsdp.engine.weight_buffers import WeightBuffers
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.lifecycle.replaced_params import replace_original
-from megatron_fsdp.policy.precision import MixedPrecisionPolicy, grad_dtype_of, set_grad_dtype
+from megatron_fsdp.policy.precision import grad_dtype_of, set_grad_dtype
 from megatron_fsdp.variants.gather_hooks import ExtensionHooks, extension_weights
 from megatron_fsdp.variants.hooked_weights import packed_weights
-from megatron_fsdp.variants.invariant_reduction import InvariantReduction, invariant_gradients
-from megatron_fsdp.variants.memory_slots import place_unit
+from megatron_fsdp.variants.invariant_reduction import invariant_gradients
 
 __all__ = [
-    "follow_grad_dtypes", "follow_gradients", "follow_requires_grad", "forget_originals", "leave_taken_gradients",
+    "forget_originals",
+    "make_gradients",
     "make_over",
-    "make_param_group", "make_unit", "make_weights", "materialize_group", "materialize_unit", "rebuild", "rename_unit",
-    "restore_group", "set_divisor", "set_reduction", "shown_over",
-]  # fmt: skip
+    "make_param_group",
+    "make_weights",
+    "materialize_group",
+    "rebuild",
+    "restore_group",
+    "set_divisor",
+    "set_reduction",
+    "set_requires_grad",
+    "shown_over",
+]
 
 
 def make_param_group(owned: Sequence[OwnedParameter], plan: Plan, spec: GroupSpec, name: str) -> ParameterGroup:
@@ -86,21 +93,21 @@ def _build(
         known: sharded parameters that stay the same objects, over other memory.
         weights: weight buffers that exist already.
     """
-    group.spec, group.is_meta = spec, spec.is_meta
+    group.spec = spec
     if weights is None:
         weights = make_weights(group.owned, group.plan, spec, group.name)
     weights.keeps_gathered = spec.keeps_gathered
-    group.weights, group.rests_whole = weights, weights.rests_whole
+    group.weights = weights
     group.main_weight, group.model_weight, group.gathered = weights.main, weights.model, weights.gathered
     params = group.fsdp_params = _make_params(group, weights, known)
-    note_params(group)
+    record_params(group)
     for index, owned in enumerate(group.owned):
         set_requires_grad(params, index, owned.parameter.requires_grad)
     if weights.remainder is not None:
         weights.remainder.watch(params.sharded_params)
-    if not group.rests_whole:
+    if not group.weights.rests_whole:
         # Not earlier, because PyTorch makes views on allocated memory only.
-        params.released()
+        params.forbid_reads()
         group.weights.release()
     group.gradient_buffer = None
     if any(param.requires_grad for param in params.sharded_params):
@@ -109,9 +116,9 @@ def _build(
 
 
 def _make_params(group: ParameterGroup, weights: WeightBuffers, known: Sequence[nn.Parameter]) -> FSDPParams:
-    extension = weights.hooks if isinstance(weights.hooks, ExtensionHooks) else None
+    extension = weights.gather_hooks if isinstance(weights.gather_hooks, ExtensionHooks) else None
     sharded = [
-        _standing_for(
+        _sharded_param(
             each,
             weights.sharded_rows(index, each) if extension is None else extension.sharded_rows(),
             each.parameter.requires_grad,
@@ -135,7 +142,7 @@ def _make_params(group: ParameterGroup, weights: WeightBuffers, known: Sequence[
     return params
 
 
-def _standing_for(owned: OwnedParameter, value: torch.Tensor, requires_grad: bool) -> nn.Parameter:
+def _sharded_param(owned: OwnedParameter, value: torch.Tensor, requires_grad: bool) -> nn.Parameter:
     param = nn.Parameter(value, requires_grad=requires_grad)
     if owned.kind is not None:
         param.__class__ = _sharded_kind(type(param), owned.kind)
@@ -159,7 +166,7 @@ def set_requires_grad(params: FSDPParams, index: int, requires_grad: bool) -> No
     """Set ``requires_grad`` of an unsharded parameter; if True, also add the hook that receives its gradient."""
     used = params.unsharded_params[index]
     used.requires_grad_(requires_grad)
-    params.required[index] = requires_grad
+    params.last_requires_grad[index] = requires_grad
     if requires_grad and not used._post_accumulate_grad_hooks:
         group, compute = handle_of(used).group, compute_of(used.device)
         if compute is None:
@@ -171,8 +178,8 @@ def set_requires_grad(params: FSDPParams, index: int, requires_grad: bool) -> No
         torch.Tensor.register_post_accumulate_grad_hook(used, hook)  # type: ignore[no-untyped-call]  # torch's stub
 
 
-def note_params(group: ParameterGroup) -> None:
-    """Let the sharded parameters be found by name, and the group by them; refuse what would have no effect on them."""
+def record_params(group: ParameterGroup) -> None:
+    """Register the sharded parameters under their names, and their group; refuse uses that would have no effect."""
     params = group.fsdp_params
     params.module_infos = make_module_infos(params.owned, params.sharded_params, params.unsharded_params)
     # Every in-place operator on a sharded parameter changes the version of the rows below it.
@@ -180,7 +187,7 @@ def note_params(group: ParameterGroup) -> None:
     params.counted[:] = [params.main_weight.local_buffer, *locals_]
     group.parameters = dict(zip((each.name for each in group.owned), params.sharded_params, strict=True))
     for owned, param, weight in zip(group.owned, params.sharded_params, params.unsharded_params, strict=True):
-        note_group(param, group)
+        record_group(param, group)
         mark_owned(param, group.name, owned.name)
         handle = handle_of(weight)
         reasons = {"hook": partial(_no_hooks, handle), "convert": partial(_no_conversion, handle)}
@@ -243,7 +250,7 @@ def materialize_group(group: ParameterGroup) -> None:
 
     Like ``nn.Module.to_empty`` this makes new parameter objects: build optimizers afterwards.
     """
-    if group.is_meta:
+    if group.spec.is_meta:
         for owned, param in zip(group.owned, group.fsdp_params.sharded_params, strict=True):
             owned.parameter.requires_grad_(param.requires_grad)
         _build(group, replace(group.spec, is_meta=False))
@@ -289,7 +296,7 @@ def restore_group(group: ParameterGroup, values: Sequence[nn.Parameter]) -> None
     """
     for param, value in zip(group.fsdp_params.sharded_params, values, strict=True):
         rebind(param, value)  # type: ignore[arg-type]  # both are sharded
-    note_params(group)
+    record_params(group)
     if group.gradient_buffer is not None:
         make_gradients(group)
 
@@ -302,9 +309,9 @@ def forget_originals(group: ParameterGroup) -> None:
             # Freed here, unless the user keeps a reference and computes with it.
             words = f"unit {group.name!r}, parameter {owned.name!r}"
             owned.parameter.register_post_accumulate_grad_hook(partial(_refuse_original, words))
-            if not group.is_meta and owned.extension is None:
+            if not group.spec.is_meta and owned.extension is None:
                 replace_original(owned.parameter, param, words)
-        if not group.is_meta:
+        if not group.spec.is_meta:
             owned.parameter = param
             if owned.extension is not None:
                 owned.extension = owned.extension.emptied()
@@ -383,7 +390,7 @@ def make_module_infos(
 def shown_over(params: FSDPParams, values: DBuffer) -> Iterator[None]:
     """Register parameters over another buffer of the same plan, inside the block, in place of the sharded ones."""
     shown = [
-        _standing_for(owned, params.wrap(index, values.get_dtensor(index)), param.requires_grad)
+        _sharded_param(owned, params.wrap(index, values.get_dtensor(index)), param.requires_grad)
         for index, (owned, param) in enumerate(zip(params.owned, params.sharded_params, strict=True))
     ]
     make_module_infos(params.owned, shown, params.unsharded_params).register()
@@ -391,120 +398,3 @@ def shown_over(params: FSDPParams, values: DBuffer) -> Iterator[None]:
         yield
     finally:
         params.module_infos.register()
-
-
-# ---------------------------------------------------------------- what becomes of a unit between steps
-
-
-def make_unit(
-    name: str, modules: Sequence[nn.Module], groups: Sequence[ParameterGroup], policy: MixedPrecisionPolicy
-) -> Unit:
-    """Return the unit of some modules."""
-    unit = Unit(name, modules, groups, policy)
-    follow_gradients(unit)
-    return unit
-
-
-def follow_gradients(unit: Unit) -> None:
-    """Update the unit after gradient buffers were made or changed (materialization, freezing, unfreezing)."""
-    if unit.slots.sizing is not None:
-        place_unit(unit)
-    unit.count_gradients()
-    for buffer in unit.gradient_buffers:
-        buffer.listener = UnitGradientListener(unit)
-        if isinstance(buffer.reduction, InvariantReduction):
-            buffer.reduction.unit = unit.reference
-
-
-def follow_requires_grad(unit: Unit, group: ParameterGroup, changed: Sequence[int]) -> None:
-    """Update the unit after parameters of a group were frozen or unfrozen.
-
-    Args:
-        changed: the indices of these parameters.
-    Raises:
-        StateError: an unfrozen parameter has no main weight of the dtype that the policy wants.
-    """
-    params, main = group.fsdp_params, group.spec.dtypes.main
-    for index in changed:
-        owned, trained = group.owned[index], params.sharded_params[index].requires_grad
-        if trained and group.gradient_buffer is None:
-            wanted = owned.dtypes_for(main, requires_grad=True).stepped
-            if wanted is not main:
-                raise StateError(
-                    f"unit {group.name!r}: parameter {owned.name!r} was frozen when it was sharded, so it has no main "
-                    f"weight of {wanted}. fix: call fully_shard while it is trainable, and freeze it afterwards; or "
-                    "leave main_params_dtype None"
-                )
-            make_gradients(group)
-        assert group.gradient_buffer is not None
-        set_requires_grad(params, index, trained)
-        group.gradient_buffer.binding.trained[index] = trained
-    follow_gradients(unit)
-
-
-def leave_taken_gradients(unit: Unit, group: ParameterGroup) -> None:
-    """Make another gradient buffer if the user still has a tensor in ``main_grad``, so that it keeps its values."""
-    old = group.gradient_buffer
-    assert old is not None
-    old.binding.release_if_dropped()
-    if not old.binding.memory.is_taken or old.binding.sum is not None:
-        # A sum under way lies in the same memory, and is refused or dropped first.
-        return
-    try:
-        make_gradients(group)
-        follow_gradients(unit)
-    except BaseException:
-        group.gradient_buffer = old
-        unit.count_gradients()
-        raise
-    old.is_replaced = True
-
-
-def materialize_unit(unit: Unit) -> None:
-    """Allocate the buffers of parameters that were on the meta device."""
-    for group in unit.groups:
-        materialize_group(group)
-    follow_gradients(unit)
-
-
-def rename_unit(unit: Unit, name: str) -> None:
-    """Take the name that the unit has below a (new) root."""
-    unit.name = name
-    for group in unit.groups:
-        group.name = name
-        group.weights.rename(name)
-        if group.gradient_buffer is not None:
-            group.gradient_buffer.rename(name)
-
-
-def follow_grad_dtypes(unit: Unit) -> None:
-    """Lay out a unit's gradients as the ``grad_dtype`` of its sharded parameters says, before the first backward.
-
-    Raises:
-        StateError: parameters that share a buffer want different dtypes, or have a gradient.
-    """
-    if unit.root.backward.number:
-        return
-    owned = [each for group in unit.groups for each in group.owned]
-    params = [param for group in unit.groups for param in group.fsdp_params.sharded_params]
-    if all(each.grad_dtype == grad_dtype_of(param) for each, param in zip(owned, params, strict=True)):
-        return
-    settle_grad_dtypes(owned, unit.policy, params)
-    for group in unit.groups:
-        first = group.owned[0]
-        for other in group.owned:
-            if other.grad_dtype != first.grad_dtype:
-                raise StateError(
-                    f"unit {group.name!r}: parameter {first.name!r} has grad_dtype={first.grad_dtype} and "
-                    f"{other.name!r} has {other.grad_dtype}, and their gradients share a buffer. fix: set grad_dtype "
-                    "before fully_shard, which makes two buffers then, or set it on both"
-                )
-        if any(param.grad is not None for param in group.fsdp_params.sharded_params):
-            raise StateError(
-                f"unit {group.name!r}: grad_dtype of parameter {first.name!r} was changed while it has a gradient. "
-                "fix: set it before the first forward, or call zero_grad() first"
-            )
-        if group.gradient_buffer is not None:
-            group.spec = replace(group.spec, dtypes=first.policy.with_gradients(group.spec.dtypes, first.grad_dtype))
-            make_gradients(group)
-    follow_gradients(unit)

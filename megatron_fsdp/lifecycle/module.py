@@ -15,20 +15,15 @@ from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 
-from megatron_fsdp.engine.final_callback import (
-    complete_gradients,
-    refuse_in_backward,
-    reset,
-    settle,
-    start_pending_reductions,
-)
 from megatron_fsdp.engine.forward import post_forward, pre_forward
 from megatron_fsdp.engine.fused_linear import fuse_linear_layers
+from megatron_fsdp.engine.manual_finalization import complete_gradients, refuse_in_backward, start_pending_reductions
 from megatron_fsdp.engine.param_group import ParameterGroup
+from megatron_fsdp.engine.recovery import reset, settle
 from megatron_fsdp.engine.streams import wait_for_host_reads
 from megatron_fsdp.engine.unit import Root, Unit, WeightState, alive, is_in_backward, units_below
 from megatron_fsdp.errors import ConfigError, StateError
-from megatron_fsdp.lifecycle.make_param_group import follow_gradients, set_divisor, set_reduction
+from megatron_fsdp.lifecycle.make_param_group import set_divisor, set_reduction
 from megatron_fsdp.lifecycle.param_changes import (
     InnerApply,
     KeptParametrizations,
@@ -38,6 +33,7 @@ from megatron_fsdp.lifecycle.param_changes import (
     before_state_dict,
     refuse_sharded_save,
 )
+from megatron_fsdp.lifecycle.unit_changes import update_gradient_buffers
 from megatron_fsdp.lifecycle.unwritten_buffers import is_to_empty, meta_buffers, note_unwritten
 from megatron_fsdp.policy.slots import SlotChoice
 from megatron_fsdp.variants.forward_order import order_of
@@ -71,7 +67,7 @@ class GradientReductionHandle:
         self._root = root
         if root is not None:
             start_pending_reductions(root)
-            root.backward.awaited = id(self)
+            root.backward.open_handle = id(self)
 
     def wait(self) -> None:
         """Make compute wait for the reductions; ``.grad`` of the parameters is final afterwards.
@@ -81,12 +77,12 @@ class GradientReductionHandle:
         """
         root = self._root
         if root is not None:
-            if root.backward.awaited != id(self):
+            if root.backward.open_handle != id(self):
                 raise StateError(
                     "wait() after reset_iter_state(), which dropped the gradients. fix: run the backward again"
                 )
             refuse_in_backward(root)
-            self._root, root.backward.awaited = None, 0
+            self._root, root.backward.open_handle = None, 0
             complete_gradients(root)
 
 
@@ -155,7 +151,7 @@ class FSDPModule:
             StateError: another tensor replaced a parameter of the module.
         """
         unit = unit_of(self)
-        unit.refuse_replaced_params()
+        unit.check_replaced_params()
         gather_afresh(unit)
         handle = UnshardHandle(unit)
         if async_op:
@@ -226,7 +222,7 @@ class FSDPModule:
             return GradientReductionHandle(None) if async_op else None
         self._check_root("finalize_backward")
         obstacles = {
-            "was called before wait() of the last handle. fix: call handle.wait() first": bool(backward.awaited),
+            "was called before wait() of the last handle. fix: call handle.wait() first": bool(backward.open_handle),
             "was called without set_manual_backward_finalization(True), so gradients are final. fix: leave the call "
             "out": not backward.is_manual,
             "was called in a backward. fix: call it after backward() has returned": is_in_backward(),
@@ -466,7 +462,7 @@ class FSDPModule:
             return apply_in_forward(places, fn, lambda: super(FSDPModule, self)._apply(fn, recurse))  # type: ignore[misc]
         _refuse_held(unit, "a conversion (to(), half(), to_empty() and the like)")
         settle(unit.root)
-        unit.refuse_replaced_params()
+        unit.check_replaced_params()
         unit.reshard()
         wait_for_host_reads()
         allocated = meta_buffers(self) if is_to_empty(fn) else []  # type: ignore[arg-type]  # every class of ours is a module
@@ -481,7 +477,7 @@ class FSDPModule:
             for group in unit.groups:
                 group.fsdp_params.module_infos.register()
             # A group that was on the meta device, or of another dtype, has other gradient buffers now.
-            follow_gradients(unit)
+            update_gradient_buffers(unit)
         note_unwritten(self, allocated)  # type: ignore[arg-type]  # as above
         return result
 
@@ -537,7 +533,7 @@ def gather_afresh(unit: Unit) -> None:
     ):
         unit.reshard()
     for group in unit.groups:
-        group.freshness.is_suspect = True
+        group.freshness.may_have_changed = True
     unit.unshard(check=True)
 
 

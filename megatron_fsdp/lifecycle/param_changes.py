@@ -27,13 +27,8 @@ from megatron_fsdp.engine.streams import wait_for_host_reads
 from megatron_fsdp.engine.unit import Call, Unit, units_below
 from megatron_fsdp.engine.unsharded_param import UnshardedParam
 from megatron_fsdp.errors import CheckpointError, StateError
-from megatron_fsdp.lifecycle.make_param_group import (
-    follow_requires_grad,
-    leave_taken_gradients,
-    materialize_group,
-    materialize_unit,
-    rebuild,
-)
+from megatron_fsdp.lifecycle.make_param_group import materialize_group, rebuild
+from megatron_fsdp.lifecycle.unit_changes import apply_requires_grad, materialize_unit, replace_held_gradients
 from megatron_fsdp.lifecycle.unwritten_buffers import allocate_buffers
 
 __all__ = [
@@ -63,7 +58,7 @@ def apply_to_group(
     probe = torch.empty(1, dtype=current.dtype, device=current.device)
     with torch.no_grad():
         found = function(probe)
-    if group.is_meta and found.device == group.spec.device:
+    if group.spec.is_meta and found.device == group.spec.device:
         materialize_group(group)
     elif found.device != current.device or (probe.device.type == "cpu" and probe.is_shared()):
         what = "go into shared memory" if found.device == current.device else f"move to {found.device}"
@@ -140,7 +135,7 @@ class InnerApply:
         # The unit's own _apply has taken its parameters out, for as long as it applies the function to all else.
         if unit is None or all(module._parameters.get(name) is None for name in self._groups):
             return apply(module, function, recurse)
-        unit.refuse_replaced_params()
+        unit.check_replaced_params()
         if unit.is_in_forward:
             places = [(module._parameters, name) for name in self._groups]
             return apply_in_forward(places, function, lambda: apply(module, function, recurse))
@@ -208,7 +203,7 @@ def _convert(group: ParameterGroup, dtype: torch.dtype, *, is_awaited: bool) -> 
     weights, values, params = group.weights, group.main_weight.local_buffer, group.fsdp_params.sharded_params
     obstacles = {
         "main weights are split": weights.remainder is not None,
-        "they are sharded over further axes": group.fsdp_params.has_splits,
+        "they are sharded over further axes": group.fsdp_params.has_tensor_parallel,
         "they have gradients (zero_grad() first)": any(param.grad is not None for param in params),
         "a backward of an earlier forward may still come (delete its outputs)": is_awaited,
     }
@@ -266,11 +261,11 @@ class ParamChanges(StepHooks[Unit, Call]):
 
     def on_requires_grad_changed(self, unit: Unit, group: ParameterGroup, changed: Sequence[int]) -> None:
         """Train or freeze parameters of the group."""
-        follow_requires_grad(unit, group, changed)
+        apply_requires_grad(unit, group, changed)
 
-    def on_gradients_taken(self, unit: Unit, group: ParameterGroup) -> None:
-        """Give the group other memory for gradients, unless the user has released the tensors since."""
-        leave_taken_gradients(unit, group)
+    def on_main_grad_held(self, unit: Unit, group: ParameterGroup) -> None:
+        """Make another gradient buffer for the group, unless the user has released the tensors since."""
+        replace_held_gradients(unit, group)
 
     def on_replaced(self, group: ParameterGroup) -> None:
         """Raise ``StateError`` if another tensor replaced a sharded parameter in its module."""
@@ -281,7 +276,7 @@ def _refuse_replaced(group: ParameterGroup) -> None:
     """Raise if a module's parameter is neither the sharded nor the gathered one of this group.
 
     Raises:
-        StateError: there is such a thing, or nothing.
+        StateError: another tensor, or None, is registered under the parameter's name.
     """
     infos = group.fsdp_params.module_infos
     for index, (registry, attribute, resting, used) in zip(infos.indices, infos.places, strict=True):
@@ -325,7 +320,7 @@ def before_state_dict(unit: Unit, module: nn.Module, prefix: str, keep_vars: boo
             "block ends. fix: call model.state_dict() or full_state_dict(model) outside of the block; inside, "
             "{name: p.detach().clone() for name, p in model.named_parameters()} copies whole weights"
         )
-    if unit.is_in_backward:
+    if unit.backward_reads_weights:
         raise StateError(
             f"unit {unit.name!r}: state_dict() in a backward of the unit, which needs the gathered weights. fix: call "
             "it after backward() has returned"
@@ -364,7 +359,7 @@ def before_load_state_dict(
     """
     is_assigned = metadata.get("assign_to_params_buffers", False)
     for below in units_below(module):
-        below.refuse_replaced_params()
+        below.check_replaced_params()
         below.reshard()
     wait_for_host_reads()
     _materialize_for(module, prefix, state_dict)
@@ -399,7 +394,9 @@ def _materialize_for(module: nn.Module, prefix: str, state_dict: dict[str, Any])
     is_loaded = False
     for unit in units_below(module):
         params = [param for group in unit.groups for param in group.parameters.values()]
-        if any(group.is_meta for group in unit.groups) and all(names.get(id(param)) in state_dict for param in params):
+        if any(group.spec.is_meta for group in unit.groups) and all(
+            names.get(id(param)) in state_dict for param in params
+        ):
             materialize_unit(unit)
             is_loaded = True
     if is_loaded:

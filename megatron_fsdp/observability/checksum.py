@@ -96,7 +96,7 @@ class _Piece(NamedTuple):
 def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield each parameter with its first name; units are resharded first."""
     for unit in units_below(model):
-        unit.refuse_replaced_params()
+        unit.check_replaced_params()
         # After resharding, modules hold the sharded parameters that the optimizer knows.
         unit.reshard()
     for name, parameter in unwrapped(model).named_parameters():
@@ -123,7 +123,7 @@ def _pieces(
         first = 0
         yield _Piece("weight", parameter.detach().contiguous(), first)
     else:
-        if group.owned[0].split is not None:
+        if group.owned[0].tensor_parallel is not None:
             raise ConfigError(
                 f"checksum: parameter {name!r} of unit {group.name!r} is cut by tensor or expert parallelism; wanted "
                 "parameters that only data-parallel axes shard. fix: compare full_state_dict(model) instead"

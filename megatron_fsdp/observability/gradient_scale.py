@@ -23,12 +23,12 @@ from dbuffer.events import listen
 from dbuffer.mesh import MeshAxis
 from megatron_fsdp.api import microbatch
 from megatron_fsdp.checkpoint.random_state import random_state, restore_random_state
-from megatron_fsdp.engine.final_callback import reset
 from megatron_fsdp.engine.grads import GradientBuffer
 from megatron_fsdp.engine.param_group import ParameterGroup
+from megatron_fsdp.engine.recovery import reset
 from megatron_fsdp.engine.unit import units_below
 from megatron_fsdp.errors import ConfigError, GradientScaleError, StateError
-from megatron_fsdp.lifecycle.make_param_group import follow_requires_grad, leave_taken_gradients
+from megatron_fsdp.lifecycle.unit_changes import apply_requires_grad, replace_held_gradients
 
 __all__ = ["GradientScale", "ParameterScale", "check_gradient_scale"]
 
@@ -256,10 +256,10 @@ def _follow_changes(model: nn.Module) -> None:
     for unit in units_below(model):
         for group in unit.groups:
             changed = group.fsdp_params.changed_requires_grad()
-            if group.gradient_buffer is not None and group.gradient_buffer.binding.memory.is_taken:
-                leave_taken_gradients(unit, group)
+            if group.gradient_buffer is not None and group.gradient_buffer.binding.memory.is_held:
+                replace_held_gradients(unit, group)
             if changed:
-                follow_requires_grad(unit, group, changed)
+                apply_requires_grad(unit, group, changed)
 
 
 class _Probe:
@@ -274,8 +274,8 @@ class _Probe:
         self.num_ranks = math.prod(axis.size for axis in self.axes)
         self.place = " x ".join(f"{axis.name} of {axis.size}" for axis in self.axes)
         # Axes whose ranks have different gradients: the data-parallel axes, and the axes of tensor parallelism.
-        split = group.owned[0].split
-        self.all_axes = self.axes if split is None else (*self.axes, *split.sharded_axes)
+        tensor_parallel = group.owned[0].tensor_parallel
+        self.all_axes = self.axes if tensor_parallel is None else (*self.axes, *tensor_parallel.sharded_axes)
         self._whole: DBuffer | None = None
         self.squares = [torch.zeros((), dtype=torch.float64, device=group.spec.device) for _ in self.trained]
         self.final = self._gradients.binding.final
@@ -306,8 +306,8 @@ class _Probe:
 
     @torch.no_grad()
     def _take(self, index: int, gradient: torch.Tensor) -> None:
-        split = self.group.owned[index].split
-        mine = gradient.detach() if split is None else split.local_gradient(gradient.detach())
+        tensor_parallel = self.group.owned[index].tensor_parallel
+        mine = gradient.detach() if tensor_parallel is None else tensor_parallel.local_gradient(gradient.detach())
         self._whole = self._whole or self._buffer([Partial("sum") for _ in self.axes])
         self._whole.get_local_tensor(index).add_(mine if mine.layout is torch.strided else mine.to_dense())
 

@@ -70,9 +70,9 @@ def _replicated_over(group: ParameterGroup) -> list[MeshAxis]:
     main = group.main_weight
     spread = {id(axis) for axis in group.spread_over(main.placements)}
     axes = [axis for axis in main.axes if id(axis) not in spread]
-    split = group.owned[0].split
-    if split is not None:
-        placed = zip(mesh_axes(split.mesh), split.placements, strict=True)
+    tensor_parallel = group.owned[0].tensor_parallel
+    if tensor_parallel is not None:
+        placed = zip(mesh_axes(tensor_parallel.mesh), tensor_parallel.placements, strict=True)
         axes += [axis for axis, placement in placed if isinstance(placement, Replicate)]
     return [axis for axis in axes if axis.size > 1]
 

@@ -16,8 +16,8 @@ from dbuffer.mesh import MeshAxis
 from dbuffer.placements import BufferPlacement
 from megatron_fsdp.checks.unowned_params import refuse_unowned
 from megatron_fsdp.engine.param_group import ParameterGroup, group_of_parameter
+from megatron_fsdp.engine.param_loops import grads_of
 from megatron_fsdp.engine.params import own_rows
-from megatron_fsdp.engine.passes import grads_of
 from megatron_fsdp.engine.unit import units_below
 from megatron_fsdp.engine.unsharded_param import UnshardedParam
 from megatron_fsdp.errors import ConfigError, StateError
@@ -86,7 +86,7 @@ def clip_grad_norm_(
         _refuse_norm(model, norm_type)
     units = list(units_below(model))
     for unit in units:
-        unit.refuse_replaced_params()
+        unit.check_replaced_params()
     held = [each for unit in units for group in unit.groups for each in _held_by(group)]
     # The gradient of a currently gathered weight is among the group's gradients.
     own = [p for p in model.parameters() if group_of_parameter(p) is None and not isinstance(p, UnshardedParam)]

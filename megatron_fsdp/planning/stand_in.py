@@ -28,8 +28,9 @@ from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.engine.params import handle_of
 from megatron_fsdp.engine.streams import turns
 from megatron_fsdp.engine.unit import Unit
-from megatron_fsdp.lifecycle.make_param_group import make_param_group, make_unit, rename_unit
+from megatron_fsdp.lifecycle.make_param_group import make_param_group
 from megatron_fsdp.lifecycle.module import FSDPModule, unit_of
+from megatron_fsdp.lifecycle.unit_changes import make_unit, rename_unit
 from megatron_fsdp.planning.transformer import UnitWork
 from megatron_fsdp.policy.precision import MixedPrecisionPolicy
 from megatron_fsdp.policy.strategy import Placements

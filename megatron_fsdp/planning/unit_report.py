@@ -151,7 +151,7 @@ def _reason(unit: Unit, asked: bool | int | None, *, is_root: bool) -> str:
     """Return why a unit keeps or releases its weights after forward, in words."""
     if not unit.groups:
         return "nothing to release: it has no parameters of its own"
-    if all(group.rests_whole for group in unit.groups):
+    if all(group.weights.rests_whole for group in unit.groups):
         return "nothing to release: its weights rest whole on every rank"
     if asked is not None and not isinstance(asked, bool):
         return f"released after forward but for one part in {asked}: reshard_after_forward={asked}"
@@ -184,8 +184,8 @@ def _buffers(group: ParameterGroup) -> Iterator[tuple[str, DBuffer, bool]]:
         yield "remainder", weights.remainder.buffer, True
     if weights.model is not weights.main:
         yield "model_weight", weights.model, True
-    if weights.hooks is not None:
-        yield "packed weights", weights.hooks.sent, True
+    if weights.gather_hooks is not None:
+        yield "packed weights", weights.gather_hooks.sent, True
     if not weights.rests_whole:
         yield "gathered weights", weights.gathered, weights.keeps_gathered
     if gradients is not None:

@@ -95,7 +95,7 @@ class WeightCatalog:
                 raise ConfigError(refusal)
         plain = unwrapped(model)
         for unit in units_below(plain):
-            unit.refuse_replaced_params()
+            unit.check_replaced_params()
             _refuse_use(unit)
             unit.reshard()
         by_parameter: dict[int, tuple[nn.Parameter, list[str]]] = {}
@@ -113,7 +113,7 @@ class WeightCatalog:
         by_unit: dict[int, list[CatalogGroup]] = {}
         for group, weights in found.values():
             weights.sort(key=lambda weight, plan=group.plan: plan.offsets[weight.index])  # type: ignore[misc]
-            by_unit.setdefault(group.unit, []).append(CatalogGroup(group, tuple(weights)))
+            by_unit.setdefault(group.unit_id, []).append(CatalogGroup(group, tuple(weights)))
         groups = tuple(each for same in by_unit.values() for each in same)
         return cls(groups, tuple(loose), _ranks_of(each.group for each in groups))
 
@@ -124,7 +124,7 @@ def _refuse_use(unit: Unit) -> None:
             f"unit {unit.name!r}: its weights are to be sent inside unsharded(), where the module shows weights in the "
             "compute dtype and not the main weights. fix: send them after the block"
         )
-    if unit.is_in_backward:
+    if unit.backward_reads_weights:
         raise StateError(
             f"unit {unit.name!r}: its weights are to be sent in a backward, which needs the gathered weights. fix: "
             "send them after backward() has returned"
@@ -143,7 +143,7 @@ def check_wire_dtype(dtype: torch.dtype | None) -> None:
 
 def _sharded(group: ParameterGroup, parameter: torch.Tensor, names: list[str]) -> ShardedWeight:
     index = next(index for index, param in enumerate(group.parameters.values()) if param is parameter)
-    if group.is_meta:
+    if group.spec.is_meta:
         raise StateError(
             f"unit {group.name!r}: parameter {names[0]!r} is on the meta device still, so it has no value to send. "
             "fix: call materialize(model) first; or model.to_empty(device=...), and load a checkpoint"

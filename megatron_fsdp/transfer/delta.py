@@ -161,7 +161,7 @@ def remember_weights(model: nn.Module, *, dtype: torch.dtype = torch.bfloat16) -
     check_wire_dtype(dtype)
     catalog = WeightCatalog.of(model)
     for each in catalog.groups:
-        if each.group.owned[0].split is not None:
+        if each.group.owned[0].tensor_parallel is not None:
             raise ConfigError(
                 f"unit {each.group.name!r}: parameter {each.weights[0].name!r} is cut by tensor or expert parallelism, "
                 "whose deltas are not put together. fix: weight_stream(model) without changed_since"

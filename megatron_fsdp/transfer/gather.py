@@ -91,7 +91,7 @@ class Piece:
     @property
     def split(self) -> TensorParallel | None:
         """How the weights are cut along axes that are not data-parallel; None for whole ones."""
-        return self.group.owned[0].split
+        return self.group.owned[0].tensor_parallel
 
 
 def own_values(piece: Piece, out: torch.Tensor) -> None:

@@ -86,7 +86,7 @@ def _shard(each: CatalogGroup, weight: ShardedWeight) -> LocalShard:
     main, owned = group.weights.main, group.owned[weight.index]
     parameter = group.fsdp_params.sharded_params[weight.index]
     assert isinstance(parameter, DTensor)
-    split, cut = owned.split, set(flat_axes(main.placements))
+    split, cut = owned.tensor_parallel, set(flat_axes(main.placements))
     if split is None:
         replicas = _alike(main.mesh, cut)
     else:

@@ -20,14 +20,16 @@ from megatron_fsdp.checkpoint.model_state import unwrapped
 from megatron_fsdp.checks.agreement import mesh_ranks
 from megatron_fsdp.checks.attach import attach_root
 from megatron_fsdp.checks.rendezvous import meet, report_failure
-from megatron_fsdp.engine.final_callback import settle
 from megatron_fsdp.engine.hooks import StepHooks
-from megatron_fsdp.engine.param_group import ParameterGroup, WeightBuffers
+from megatron_fsdp.engine.param_group import ParameterGroup
+from megatron_fsdp.engine.recovery import settle
 from megatron_fsdp.engine.streams import wait_for_host_reads
 from megatron_fsdp.engine.unit import Call, Unit, units_below
+from megatron_fsdp.engine.weight_buffers import WeightBuffers
 from megatron_fsdp.errors import ConfigError, StateError
-from megatron_fsdp.lifecycle.make_param_group import follow_gradients, make_over, make_weights, restore_group
+from megatron_fsdp.lifecycle.make_param_group import make_over, make_weights, restore_group
 from megatron_fsdp.lifecycle.module import watch_inner_modules
+from megatron_fsdp.lifecycle.unit_changes import update_gradient_buffers
 from megatron_fsdp.optim.stock.flat_step import optimizers_of
 from megatron_fsdp.policy.mesh import sharding_target
 from megatron_fsdp.policy.offload import CPUOffloadPolicy, offload_of
@@ -148,7 +150,7 @@ def _check(model: nn.Module, units: Sequence[Unit], optimizers: Sequence[Optimiz
         if isinstance(refusal := vars(module).get("checkpoint_refusal"), str):
             raise ConfigError(refusal)
     for unit in units:
-        unit.refuse_replaced_params()
+        unit.check_replaced_params()
         if unit.num_holds:
             raise StateError(
                 f"reshard_: an unsharded() block keeps the weights of unit {unit.name!r} gathered. fix: call reshard_ "
@@ -180,7 +182,7 @@ def _check_group(group: ParameterGroup, *, is_awaited: bool) -> None:
     params = group.fsdp_params.sharded_params
     first = next(iter(group.parameters))
     obstacles = {
-        "is on the meta device; fix: call materialize(model) first": group.is_meta,
+        "is on the meta device; fix: call materialize(model) first": group.spec.is_meta,
         "has a gradient; fix: call optimizer.step() and model.zero_grad() first": any(
             p.grad is not None for p in params
         )
@@ -207,7 +209,7 @@ def _check_ranks(units: Sequence[Unit], new_ranks: Sequence[int], lost: Collecti
                     f"{group.name!r} over {mesh_ranks(group.spec.mesh)}. fix: call reshard_ on modules whose units "
                     "share a mesh, one after the other"
                 )
-            if group.owned[0].split is not None and tuple(new_ranks) != mesh_ranks(first):
+            if group.owned[0].tensor_parallel is not None and tuple(new_ranks) != mesh_ranks(first):
                 raise ConfigError(
                     f"reshard_: unit {group.name!r}: parameter {group.owned[0].name!r} is cut by tensor or expert "
                     "parallelism, so its data-parallel ranks cannot change. fix: keep mesh=None, or save_checkpoint "
@@ -313,7 +315,8 @@ def _kind(group: ParameterGroup, owned: OwnedParameter) -> tuple[object, ...]:
     return (
         spec.device, spec.dtypes, spec.divisor, spec.is_offloaded, spec.is_pinned, spec.fuses_weight_gradients,
         spec.keeps_gathered, spec.has_own_granularity, spec.has_own_divisor, spec.placements, owned.is_replicated,
-        None if owned.split is None else owned.split.key, flags, id(group.reduce_hook), id(group.reduce_function),
+        None if owned.tensor_parallel is None else owned.tensor_parallel.key, flags, id(group.reduce_hook),
+        id(group.reduce_function),
         id(group.weights.gather_function), id(owned) if is_alone else None,
     )  # fmt: skip
 
@@ -526,4 +529,4 @@ def _follow(units: Sequence[Unit], before: _Before) -> None:
 def _attend(units: Sequence[Unit]) -> None:
     for unit in units:
         watch_inner_modules([m for reference in unit.modules if (m := reference()) is not None], unit)
-        follow_gradients(unit)
+        update_gradient_buffers(unit)

@@ -214,7 +214,7 @@ def plan_stream(
 def _units(groups: Sequence[CatalogGroup]) -> Iterator[list[CatalogGroup]]:
     unit: list[CatalogGroup] = []
     for each in groups:
-        if unit and unit[0].group.unit != each.group.unit:
+        if unit and unit[0].group.unit_id != each.group.unit_id:
             yield unit
             unit = []
         unit.append(each)

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from megatron_fsdp.checkpoint.model_state import unwrapped
-from megatron_fsdp.engine.freshness import CHECKS
+from megatron_fsdp.engine.optimizer_steps import STEP_CHECKS
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.engine.unit import units_below
 from megatron_fsdp.errors import StateError
@@ -86,7 +86,7 @@ class WeightTracker:
         found: weakref.WeakKeyDictionary[ParameterGroup, int] = weakref.WeakKeyDictionary()
         for group in self._groups():
             found[group] = -1
-            if not group.is_meta and group.weights.main.storage.is_allocated:
+            if not group.spec.is_meta and group.weights.main.storage.is_allocated:
                 counted = (group.weights.main.local_buffer, *group.fsdp_params.counted)
                 found[group] = sum(tensor._version for tensor in counted)
         return found
@@ -135,10 +135,10 @@ def refuse_steps(holder: object, tracker: WeightTracker | None) -> None:
         _CLOSED_TO_STEPS.pop(holder, None)
     else:
         _CLOSED_TO_STEPS[holder] = tracker
-    if _CLOSED_TO_STEPS and _refuse_step not in CHECKS:
-        CHECKS.append(_refuse_step)
-    elif not _CLOSED_TO_STEPS and _refuse_step in CHECKS:
-        CHECKS.remove(_refuse_step)
+    if _CLOSED_TO_STEPS and _refuse_step not in STEP_CHECKS:
+        STEP_CHECKS.append(_refuse_step)
+    elif not _CLOSED_TO_STEPS and _refuse_step in STEP_CHECKS:
+        STEP_CHECKS.remove(_refuse_step)
 
 
 def is_being_sent(model: nn.Module) -> bool:

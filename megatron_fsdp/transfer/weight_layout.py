@@ -144,7 +144,7 @@ def _slices(mesh: DeviceMesh) -> list[torch.Tensor]:
 
 def _ranges(group: ParameterGroup, weight: ShardedWeight, entry: BucketEntry) -> Iterator[tuple[int, torch.Tensor]]:
     """Yield what each rank has of one weight."""
-    main, split, plan = group.weights.main, group.owned[weight.index].split, group.plan
+    main, split, plan = group.weights.main, group.owned[weight.index].tensor_parallel, group.plan
     if split is None:
         box = [range(size) for size in entry.shape]
         for ranks in _slices(main.mesh):

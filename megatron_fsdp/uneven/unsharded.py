@@ -15,7 +15,7 @@ from dbuffer_kernels import checksum
 from megatron_fsdp.build.ownership import owned_name
 from megatron_fsdp.checks.agreement import mesh_ranks
 from megatron_fsdp.checks.rendezvous import meet, report_failure
-from megatron_fsdp.engine.freshness import CHECKS
+from megatron_fsdp.engine.optimizer_steps import STEP_CHECKS
 from megatron_fsdp.engine.param_group import ParameterGroup, group_of_parameter
 from megatron_fsdp.engine.streams import wait_for_host_reads
 from megatron_fsdp.engine.unit import Unit, WeightState, is_in_backward, units_below
@@ -109,7 +109,7 @@ def _check(model: nn.Module, chosen: Sequence[Unit], writeback: bool) -> None:
         )
     if writeback:
         for group in (group for unit in chosen for group in unit.groups):
-            if group.fsdp_params.subclass or any(owned.split is not None for owned in group.owned):
+            if group.fsdp_params.subclass or any(owned.tensor_parallel is not None for owned in group.owned):
                 raise StateError(
                     f"unsharded(writeback=True): unit {group.name!r} has parameters "
                     f"{', '.join(map(repr, group.parameters))} whose gathered values do not map back to main weights "
@@ -125,13 +125,13 @@ def _gather(chosen: Sequence[Unit], action: str) -> set[int]:
     allocated: list[tuple[Unit, ParameterGroup]] = []
     try:
         for unit in chosen:
-            unit.refuse_replaced_params()
+            unit.check_replaced_params()
             shown = all(group.fsdp_params.module_infos.shows_gathered for group in unit.groups)
             if unit.num_holds or unit.open_call is not None or (unit.weight_state is WeightState.UNSHARDED and shown):
                 kept.add(id(unit))
             for group in unit.groups:
                 # Allocate before any collective, so that a rank without memory does not block other ranks in one.
-                if not group.rests_whole and not group.gathered.storage.is_allocated:
+                if not group.weights.rests_whole and not group.gathered.storage.is_allocated:
                     allocated.append((unit, group))
                     group.gathered.storage.reallocate()
     except BaseException as error:
@@ -192,8 +192,8 @@ def _follow_blocks(units: Sequence[Unit]) -> None:
         unit.num_holds = len(around)
         for group in unit.groups:
             group.is_writable = any(block.writeback for block in around)
-    if bool(_BLOCKS) is not (_refuse_step in CHECKS):
-        (CHECKS.append if _BLOCKS else CHECKS.remove)(_refuse_step)
+    if bool(_BLOCKS) is not (_refuse_step in STEP_CHECKS):
+        (STEP_CHECKS.append if _BLOCKS else STEP_CHECKS.remove)(_refuse_step)
 
 
 def _release(chosen: Sequence[Unit], kept: set[int], *, is_raising: bool = False) -> None:

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from dbuffer.dtensor.placed_tensor import FLAGS_SET
-from megatron_fsdp.engine.backward import pre_backward
-from megatron_fsdp.engine.final_callback import update_requires_grad
+from dbuffer.dtensor.placed_tensor import REQUIRES_GRAD_WRITES
+from megatron_fsdp.engine.backward import pre_backward, update_requires_grad
 from megatron_fsdp.engine.outputs import map_tensors, watch_output
 from megatron_fsdp.engine.post_backward import leave_unit, post_backward
 from megatron_fsdp.engine.unit import Call, ForwardPass, Root, Unit, WeightState, alive, units_below
@@ -84,7 +83,7 @@ class ForwardOrder:
         ]
         self._backward = self._ends()[::-1]
         self._turns = {place: turn for turn, place in enumerate(self._backward)}
-        self._num_flags_set = -1
+        self._num_requires_grad_writes = -1
         self._is_gathered: list[bool] = []
         # One entry for each pass with a running call; ``_forward`` is the entry of the latest pass.
         self._progress: weakref.WeakKeyDictionary[ForwardPass, Progress] = weakref.WeakKeyDictionary()
@@ -128,12 +127,12 @@ class ForwardOrder:
 
     def _gathers_in_backward(self, place: int) -> bool:
         """Return whether all ranks gather this unit in backward: it is trained, or a unit before it is."""
-        if self._num_flags_set != FLAGS_SET.number:
-            self._num_flags_set, self._is_gathered = FLAGS_SET.number, []
+        if self._num_requires_grad_writes != REQUIRES_GRAD_WRITES.number:
+            self._num_requires_grad_writes, self._is_gathered = REQUIRES_GRAD_WRITES.number, []
             outermost = self._root.outermost()
-            is_trained = outermost is not None and bool(outermost.num_gradients)
+            is_trained = outermost is not None and bool(outermost.num_trained)
             for unit in alive(self._units):
-                is_trained = is_trained or bool(unit.num_gradients)
+                is_trained = is_trained or bool(unit.num_trained)
                 self._is_gathered.append(is_trained)
         return self._is_gathered[place] and self._unit(place).unshards_in_backward
 
@@ -161,7 +160,7 @@ class ForwardOrder:
         update_requires_grad(self._root)
         if self.has_grad and self._backward:
             first = self._unit(self._backward[0])
-            if first.reshard_after_forward is None and first.num_gradients:
+            if first.reshard_after_forward is None and first.num_trained:
                 self._staying = first.reference
         self._is_open, self._handled = True, sys.exc_info()[1]
 
@@ -271,7 +270,7 @@ class ForwardOrder:
 
     def lead_backward(self, call: Call, output: Any) -> Any:
         """Return outputs of the root that lead backward into it, where this rank used no trained parameter."""
-        if call.is_pending or not any(unit.num_gradients for unit in self._root.units()):
+        if call.is_pending or not any(unit.num_trained for unit in self._root.units()):
             return output
         anchor = torch.zeros((), requires_grad=True)
 
@@ -414,7 +413,7 @@ class ForwardOrder:
     @property
     def drains(self) -> bool:
         """Return whether compute may wait for reductions in backward: no rank waits for a gather there."""
-        return all(group.rests_whole for unit in alive(self._units) for group in unit.groups)
+        return all(group.weights.rests_whole for unit in alive(self._units) for group in unit.groups)
 
     def refuse_late(self, unit: Unit) -> None:
         """Refuse a gradient of a unit whose gradients are reduced already."""

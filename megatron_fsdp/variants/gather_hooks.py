@@ -23,7 +23,7 @@ from dbuffer.storage import FlatStorage
 from megatron_fsdp.build.builder import GroupSpec
 from megatron_fsdp.build.extension import ByteLayout, Extension
 from megatron_fsdp.build.ownership import OwnedParameter
-from megatron_fsdp.engine.param_group import WeightBuffers
+from megatron_fsdp.engine.weight_buffers import WeightBuffers
 from megatron_fsdp.errors import ConfigError, StateError
 from megatron_fsdp.policy.precision import MixedPrecisionPolicy
 from megatron_fsdp.variants.hooked_weights import ByteWire, check_resting

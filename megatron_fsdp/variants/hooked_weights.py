@@ -18,7 +18,7 @@ from dbuffer.route import Route
 from dbuffer_kernels import decode_rows, encode_row
 from dbuffer_kernels.quantize import row_bytes
 from megatron_fsdp.build.builder import GroupSpec
-from megatron_fsdp.engine.param_group import WeightBuffers
+from megatron_fsdp.engine.weight_buffers import WeightBuffers
 from megatron_fsdp.errors import ConfigError
 
 __all__ = ["ByteWire", "check_resting", "packed_weights"]

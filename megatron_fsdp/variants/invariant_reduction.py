@@ -50,9 +50,9 @@ def _refuse_fused(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             gradients = None if group is None else group.gradient_buffer
             if gradients is not None and isinstance(gradients.reduction, InvariantReduction) and parameter.is_cpu:
                 raise StateError(
-                    f"unit {gradients.unit!r}: {type(optimizer).__name__}(fused=True) on CPU rounds the last elements "
-                    f"of each shard differently from the rest, and {_FLAG} promises the same bits for any number of "
-                    f"ranks. fix: {type(optimizer).__name__}(..., foreach=True)"
+                    f"unit {gradients.unit_name!r}: {type(optimizer).__name__}(fused=True) on CPU rounds the last "
+                    f"elements of each shard differently from the rest, and {_FLAG} promises the same bits for any "
+                    f"number of ranks. fix: {type(optimizer).__name__}(..., foreach=True)"
                 )
 
 

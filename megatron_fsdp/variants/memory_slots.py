@@ -101,7 +101,7 @@ def place_unit(unit: Unit) -> None:
     pools = None if choice.sizing is None or is_off("slots") else pools_of(unit)
     for group in unit.groups:
         placements, weights, gradients = group.spec.placements, group.weights, group.gradient_buffer
-        if not group.rests_whole:
+        if not group.weights.rests_whole:
             # Weights that stay gathered need no slot.
             pool = None
             if pools is not None and not weights.keeps_gathered:
@@ -120,7 +120,7 @@ def keep_gathered(group: ParameterGroup, *, keeps: bool, is_sharded: bool) -> No
     """Keep the memory of gathered weights allocated while they are resharded (True), or stop doing so (False)."""
     group.spec = replace(group.spec, keeps_gathered=keeps)
     group.weights.keeps_gathered = keeps
-    if is_sharded and not group.rests_whole:
+    if is_sharded and not group.weights.rests_whole:
         if keeps:
             group.gathered.reallocate_storage()
         else:

@@ -30,10 +30,15 @@ MODULES = (
     "megatron_fsdp.engine.post_backward",
     "megatron_fsdp.engine.last_reduction",
     "megatron_fsdp.engine.final_callback",
+    "megatron_fsdp.engine.recovery",
+    "megatron_fsdp.engine.manual_finalization",
     "megatron_fsdp.engine.unit",
     "megatron_fsdp.engine.param_group",
+    "megatron_fsdp.engine.weight_buffers",
     "megatron_fsdp.lifecycle.make_param_group",
+    "megatron_fsdp.lifecycle.unit_changes",
     "megatron_fsdp.engine.grads",
+    "megatron_fsdp.engine.lane_packer",
     "megatron_fsdp.engine.reduce",
     "megatron_fsdp.variants.memory_slots",
     "megatron_fsdp.checks.missing_gradients",
@@ -44,7 +49,7 @@ MODULES = (
 )
 # Statements that order work: the last part of the name of the called function.
 _ORDERS = frozenset(
-    """wait wait_event wait_stream record synchronize join join_lanes take note leave wait_for_event wait_on_host
+    """wait wait_event wait_stream record synchronize join join_lanes take note finish_turn wait_for_event wait_on_host
     wait_for_unshard drain""".split()
 )
 # Statements that give memory back or take it.
@@ -108,13 +113,13 @@ EQUIVALENT: dict[str, str] = {
     "UnitGradientListener.begin_gradients: without `drain(root, state.max_packed_buffers - 1)`": (
         "it bounds memory; the end of the backward waits for the same reductions"
     ),
-    "_complete: `drain(root, 0)` at the end of its block": (
+    "reduce_and_show: `drain(root, 0)` at the end of its block": (
         "compute has joined the lanes before anything reads what they reduced"
     ),
     "finish_last: without `ticket.wait()`": ("compute joins the lanes right after; on a CPU the host has to wait"),
-    "_issue: without `state.wired.wait()`": "there is one where there are no streams",
-    "_issue: `state.wired.wait()` at the end of its block": "there is one where there are no streams",
-    "_issue: `if state.wired is not None` taken as False": "there is one where there are no streams",
+    "_issue: without `state.wire_ticket.wait()`": "there is one where there are no streams",
+    "_issue: `state.wire_ticket.wait()` at the end of its block": "there is one where there are no streams",
+    "_issue: `if state.wire_ticket is not None` taken as False": "there is one where there are no streams",
     "Reduction.keep: `self.release()` at the start of its block": "nothing is issued between the two places",
     "Reduction.keep: without `self._reduced.reallocate_storage()`": (
         "a reduction takes the memory where it is not there"
@@ -159,7 +164,9 @@ EQUIVALENT: dict[str, str] = {
 # Mutants that no configuration tells from the engine so far, with what would be needed.
 OPEN: dict[str, str] = {
     "Ticket.cancel: `if self._event is not None` taken as True": "an interrupt before a lane waited for compute",
-    "Turns.take: without `leave()`": "a stream that allocates, before it follows any lane, what another one has copied",
+    "Turns.take: without `finish_turn()`": (
+        "a stream that allocates, before it follows any lane, what another one has copied"
+    ),
     "UnitGradientListener.begin_gradients: `if root.order is None or root.order.drains` taken as True": (
         "a forward order whose ranks skip units: tests/functional/megatron_fsdp/uneven"
     ),

@@ -20,7 +20,7 @@ from megatron_fsdp import (
     remember_weights,
     weight_stream,
 )
-from megatron_fsdp.engine.accumulation import GradMemory
+from megatron_fsdp.engine.grad_memory import GradMemory
 from tests.harness import on_ranks
 from tests.harness.models import Block, Stack, inputs, squared
 from tests.harness.oracle import whole

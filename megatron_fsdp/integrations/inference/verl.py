@@ -61,7 +61,7 @@ def _shards(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, torch.T
             yield name, local.view(shard.shape), ShardSpec(full_shape=shard.shape)
             continue
         cut = flat_axes(group.weights.main.placements)
-        if group.owned[0].split is not None or len(cut) > 1:
+        if group.owned[0].tensor_parallel is not None or len(cut) > 1:
             raise TransferError(
                 f"unit {group.name!r}: parameter {name!r} is cut along several axes of its mesh, and verl gathers a "
                 "shard over one group. fix: use get_per_tensor_param, or shard over one data-parallel axis"

@@ -12,8 +12,8 @@ from torch import nn
 
 from dbuffer import Replicate
 from dbuffer.collectives.broadcast import broadcast
-from megatron_fsdp.engine.final_callback import complete_gradients
 from megatron_fsdp.engine.grads import GradientBuffer
+from megatron_fsdp.engine.manual_finalization import complete_gradients
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.engine.unit import Root, WeightState, units_below
 from megatron_fsdp.errors import ConfigError, StateError

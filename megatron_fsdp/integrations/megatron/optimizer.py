@@ -200,7 +200,7 @@ def _sum(
 
 def _counted(chunks: Sequence[MegatronFSDP], groups: ModelGroups, choose: Choice) -> Iterator[torch.Tensor]:
     for unit in (unit for chunk in chunks for unit in units_below(chunk)):
-        unit.refuse_replaced_params()
+        unit.check_replaced_params()
         for group in unit.groups:
             buffer = choose(group)
             # Of replicas, the first counts.

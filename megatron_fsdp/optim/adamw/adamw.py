@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron_fsdp.engine.freshness import refreshes_itself
+from megatron_fsdp.engine.optimizer_steps import skip_announcing
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.optim.adamw.flat_base import Binding, FlatBase, Found
 from megatron_fsdp.optim.adamw.flat_state import KEYS, Moments, adopt_together, state_values
@@ -101,7 +101,7 @@ class AdamW(FlatBase, torch.optim.AdamW):
         )
         # The base class claims for fused=True that step() unscales gradients itself; GradScaler does it here.
         self._step_supports_amp_scaling = False
-        refreshes_itself(self)
+        skip_announcing(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group with its own hyperparameters, as in ``torch.optim``.

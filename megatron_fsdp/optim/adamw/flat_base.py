@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch.optim import Optimizer
 
-from megatron_fsdp.engine.freshness import refreshes_itself
+from megatron_fsdp.engine.optimizer_steps import skip_announcing
 from megatron_fsdp.engine.param_group import ParameterGroup, announce_step
 from megatron_fsdp.optim.adamw.flat_state import FlatState, adopt_together
 from megatron_fsdp.optim.adamw.param_memory import ABSENT, FlatGradient, PlainMemory
@@ -194,4 +194,4 @@ class FlatBase(Optimizer):
             values.update({key: value.tensor for key, value in values.items() if isinstance(value, _Hidden)})
         super().__setstate__(state)
         self._step_supports_amp_scaling = False
-        refreshes_itself(self)
+        skip_announcing(self)

@@ -206,7 +206,7 @@ def _check(memory: ParamMemory) -> None:
                 f"buffers laid out in multiples of {plan.alignment_numel} elements, whose shards may cut blocks of "
                 f"{QUANT_BLOCK}. Give fully_shard mp_policy={policy} for every unit"
             )
-        elif memory.group.fsdp_params.has_splits:
+        elif memory.group.fsdp_params.has_tensor_parallel:
             wrong = "a tensor-parallel parameter, whose blocks of 256 would depend on the degree; use moments=None"
     elif isinstance(memory.params[0], DTensor) and is_coded(memory.params[0].shape):
         wrong = "a DTensor that fully_shard did not make; shard it with fully_shard, or step it with moments=None"

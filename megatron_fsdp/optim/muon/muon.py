@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from megatron_fsdp.checks.agreement import mesh_ranks
 from megatron_fsdp.checks.rendezvous import meet
-from megatron_fsdp.engine.freshness import refreshes_itself
+from megatron_fsdp.engine.optimizer_steps import skip_announcing
 from megatron_fsdp.engine.param_group import group_of_parameter
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.optim.adamw.flat_base import Binding, FlatBase, Found
@@ -111,7 +111,7 @@ class Muon(FlatBase):
         self._defaults: dict[bool, dict[str, Any]] = {True: muon, False: {**_ADAMW, "lr": lr, **(adamw or {})}}
         super().__init__(params, {"lr": lr})
         self._step_supports_amp_scaling = False
-        refreshes_itself(self)
+        skip_announcing(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group with its own hyperparameters, as in ``torch.optim``.

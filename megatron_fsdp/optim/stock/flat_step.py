@@ -26,8 +26,8 @@ from dbuffer.mesh import mesh_axes
 from megatron_fsdp.checks.agreement import mesh_ranks
 from megatron_fsdp.checks.rendezvous import meet
 from megatron_fsdp.checks.tensor_names import name_of
-from megatron_fsdp.engine.freshness import ParamsSeen
-from megatron_fsdp.engine.passes import grads_of
+from megatron_fsdp.engine.optimizer_steps import ParamsSeen
+from megatron_fsdp.engine.param_loops import grads_of
 from megatron_fsdp.optim.loaded_state import SEEN, lay_out_loaded_state, refuse_split_weights
 from megatron_fsdp.optim.stock.flat_plan import FlatPlan, local_of, spec_of
 

@@ -214,7 +214,7 @@ def test_a_model_on_the_meta_device_takes_values_from(way: str, tmp_path: Path) 
         load(state, checkpoint_id=path)
         set_model_state_dict(model, state)
     groups = [group for unit in units_of(model) for group in unit.parameter_groups]
-    assert all(not group.is_meta for group in groups)
+    assert all(not group.spec.is_meta for group in groups)
     assert differing(values_of(model), wanted) == []
     tokens = torch.arange(6) % 11
     assert torch.allclose(model(tokens), source(tokens), atol=1e-6)

@@ -65,7 +65,7 @@ def test_the_next_forward_uses_weights_changed_by_an_interrupted_step(
 # Functions that reduce while backward runs, and that gather or release weights.
 BACKWARD = (
     r"grads\.py wait |reduce\.py fold |accumulation\.py begin_sum |post_backward\.py drain "
-    r"|final_callback\.py (begin_backward|final_callback) |params\.py brought_back "
+    r"|backward\.py begin_backward |final_callback\.py final_callback |params\.py allow_reads "
 )
 GATHERS = r"all_gather\.py all_gather |waits\.py wait_for "
 QUICK = [

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp import StateError, clip_grad_norm_, no_sync
-from megatron_fsdp.engine import final_callback
+from megatron_fsdp.engine import backward
 from megatron_fsdp.engine.accumulation import GradBinding
 from megatron_fsdp.engine.unit import Root
 from tests.harness import on_ranks
@@ -98,7 +98,7 @@ def test_a_failed_backward_has_ended_though_a_thread_still_holds_its_task(strate
     twins = Twins(build, strategy, **options)
     model = twins.model
     held: list[Any] = []
-    queue = final_callback._queue_final_callback
+    queue = backward._queue_final_callback
 
     def keep(root: Root) -> Any:
         reference = queue(root)
@@ -106,7 +106,7 @@ def test_a_failed_backward_has_ended_though_a_thread_still_holds_its_task(strate
         held.append(reference())
         return reference
 
-    with mock.patch.object(final_callback, "_queue_final_callback", keep):
+    with mock.patch.object(backward, "_queue_final_callback", keep):
         fail(model, 0)
     assert held[0] is not None
     # Gradients that the caller dropped before the engine saw the end of the task do not count: it has to drop them now.

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_fsdp import join, unsharded
-from megatron_fsdp.engine.freshness import CHECKS
+from megatron_fsdp.engine.optimizer_steps import STEP_CHECKS
 from megatron_fsdp.engine.unit import units_below
 from tests.functional.megatron_fsdp.engine.interruptions import Fault, interrupts_at_calls, no_memory
 from tests.functional.megatron_fsdp.uneven.programs import Routed, layer_drop, loss_of, shard
@@ -52,7 +52,7 @@ def test_a_block_that_is_broken_off_anywhere_leaves_a_model_that_trains(
     kind: str, action: Callable[[Twins, bool], None], writeback: bool
 ) -> None:
     twins = Twins(lambda: Routed(4), "optim_grads_params", shard)
-    num_checks, at, stride = len(CHECKS), 1, 5 if kind == "memory" else 37
+    num_checks, at, stride = len(STEP_CHECKS), 1, 5 if kind == "memory" else 37
     while True:
         fault = Fault(at)
         with broken_off(kind, fault):
@@ -61,7 +61,7 @@ def test_a_block_that_is_broken_off_anywhere_leaves_a_model_that_trains(
         if fault.met < at:
             break
         assert all(unit.num_holds == 0 for unit in units_below(twins.model)), fault.where
-        assert len(CHECKS) == num_checks, fault.where
+        assert len(STEP_CHECKS) == num_checks, fault.where
         twins.backward(at, lambda model, rank, step: loss_of(model, rank, step, layer_drop(rank, step)))
         assert twins.gradients_apart() < 1e-6, fault.where
         twins.zero_grad()

@@ -8,7 +8,7 @@ from torch import nn
 
 from dbuffer import Block, Element, Granularity, Row, Whole
 from megatron_fsdp import ConfigError, OwnershipError
-from megatron_fsdp.build.builder import GranularityChoice, asked_granularity
+from megatron_fsdp.build.builder import GranularityChoice, granularity_of
 from megatron_fsdp.build.ownership import OwnedParameter, collect_parameters, mark_owned
 from tests.harness.models import Made
 
@@ -107,7 +107,7 @@ def test_a_scalar_or_complex_parameter_is_refused_unless_ignored(place: str, val
 
 
 def asked(shape: tuple[int, ...], granularity: GranularityChoice) -> Granularity:
-    return asked_granularity(OwnedParameter("weight", nn.Parameter(torch.ones(shape))), granularity)
+    return granularity_of(OwnedParameter("weight", nn.Parameter(torch.ones(shape))), granularity)
 
 
 ROWS = (7, 3, 5)

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from megatron_fsdp import Placements, StateError, fully_shard, no_sync
-from megatron_fsdp.engine.accumulation import GradBinding, PendingGradient
+from megatron_fsdp.engine.accumulation import GradBinding
+from megatron_fsdp.engine.pending_gradient import PendingGradient
 from tests.harness.models import RaisesInBackward
 
 pytestmark = pytest.mark.usefixtures("eight_ranks")
