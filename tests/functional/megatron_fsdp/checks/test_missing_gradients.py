@@ -153,7 +153,7 @@ def test_a_rank_that_ends_before_the_vote_is_reported_with_the_unit() -> None:
     ended = RuntimeError("[gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:1")
     with (
         mock.patch("megatron_fsdp.checks.missing_gradients.all_reduce", side_effect=ended),
-        pytest.raises(AgreementError, match="unit '.*': the vote on its missing gradients .* rank ended.* fix:"),
+        pytest.raises(AgreementError, match=r"unit '.*': the vote on its missing gradients .* rank ended.* fix:"),
     ):
         model(data(dist.get_rank(), 0), (0,)).square().mean().backward()
 
