@@ -81,7 +81,9 @@ def _reduced(
         # The maximum over the ranks of how many deciding elements each rank has.
         sought = local.bool() if name == "any" else local.logical_not()
         found = all_reduce(torch.sum(sought, dims, keepdim), "max").bool()
-        return found if name == "any" else found.logical_not()
+        is_true = found if name == "any" else found.logical_not()
+        # As PyTorch does for bytes.
+        return is_true.to(torch.uint8) if source.dtype is torch.uint8 else is_true
     if name in _EXTREMES:
         if name in ("amax", "max"):
             return _largest(source, local, dims, keepdim)

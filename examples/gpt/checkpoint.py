@@ -59,26 +59,36 @@ def data_flags(job: Job) -> dict[str, Any]:
 def resume(job: Job) -> TrainingState:
     """Load the run's newest complete checkpoint and return its progress; without one, return a new run's progress.
 
-    Reads from ``--load``, or from ``--save`` after a restart by torchrun.
+    Reads from ``--load``; after a restart by torchrun from ``--save``, if that has later steps.
 
     Raises:
         ConfigError: only ``--load`` is given and has no checkpoint, or the checkpoint's model was built with other
             flags.
     """
-    is_restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     args = job.args
-    root: Path | None = args.save if args.load is None and is_restart else args.load
-    if args.finetune and is_restart and args.save is not None and checkpoints_in(args.save).latest() is not None:
-        # The ranks were started again after a save: the finetuning goes on, it does not begin anew.
-        return _resume_from(job, args.save, weights_only=False)
-    if root is None:
+    if _was_saved_before_restart(args):
+        state = _resume_from(job, args.save, weights_only=args.no_load_optim and args.no_save_optim)
+        _check_progress(job, state, args.save)
+        return state
+    if args.load is None:
         return TrainingState()
-    state = _resume_from(job, root, weights_only=args.finetune)
+    state = _resume_from(job, args.load, weights_only=args.finetune or args.no_load_optim)
     if args.finetune:
         job.log.message("--finetune: weights alone were taken; training starts at iteration 0")
         return TrainingState()
-    _check_progress(job, state, root)
+    _check_progress(job, state, args.load)
     return state
+
+
+def _was_saved_before_restart(args: argparse.Namespace) -> bool:
+    """Return whether torchrun has restarted the ranks, and ``--save`` has more of the run than ``--load``."""
+    if args.save is None or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0:
+        return False
+    if args.load is None:
+        return True
+    saved, loaded = checkpoints_in(args.save).latest(), checkpoints_in(args.load).latest()
+    # A finetuning counts its iterations from 0.
+    return saved is not None and (args.finetune or loaded is None or saved > loaded)
 
 
 def _check_progress(job: Job, state: TrainingState, root: Path) -> None:
@@ -101,8 +111,7 @@ def _resume_from(job: Job, root: Path, *, weights_only: bool) -> TrainingState:
     checkpoints = checkpoints_in(root)
     if not job.args.strict_fsdp_dtensor_load and (partial := resume_partly(job, checkpoints)) is not None:
         return partial
-    optimizer = None if weights_only or job.args.no_load_optim else job.optimizer
-    loaded = checkpoints.load(unwrapped(job.model), optimizer)
+    loaded = checkpoints.load(unwrapped(job.model), None if weights_only else job.optimizer)
     if loaded is None:
         if (step := checkpoints.latest()) is not None:  # starting anew would hide the loss
             raise ConfigError(
@@ -128,7 +137,8 @@ def _resume_from(job: Job, root: Path, *, weights_only: bool) -> TrainingState:
     state = TrainingState(**loaded.extra["training"])
     done = f"{state.iteration} iterations, {state.consumed_samples} samples consumed"
     job.log.message(f"resuming from {loaded.path}: {done}")
-    for difference in () if weights_only else differences(loaded.extra["data"], data_flags(job)):
+    is_new_run = job.args.finetune and root == job.args.load
+    for difference in () if is_new_run else differences(loaded.extra["data"], data_flags(job)):
         job.log.message(f"the loss curve will not continue exactly: {difference}")
     return state
 

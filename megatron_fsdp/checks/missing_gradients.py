@@ -22,6 +22,7 @@ from megatron_fsdp.engine.hooks import StepHooks
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.engine.streams import is_capturing, wait_on_host
 from megatron_fsdp.engine.unit import Call, Unit
+from megatron_fsdp.errors import AgreementError
 
 __all__ = ["MissingGradients"]
 
@@ -145,9 +146,12 @@ class _Circle:
             mine += bytes(num_params) if under_way is None else under_way.missing
         # The maximum over ranks says whether any rank has a gradient; the last vote, whether any rank misses one.
         votes = torch.tensor([*(1 - one for one in mine), max(mine, default=0)], dtype=torch.int32, device=self.device)
-        for axis in groups[0].main_weight.axes:
-            all_reduce(votes, axis, "max")
-        *is_there, self.asks = map(bool, votes.tolist())
+        try:
+            for axis in groups[0].main_weight.axes:
+                all_reduce(votes, axis, "max")
+            *is_there, self.asks = map(bool, votes.tolist())
+        except RuntimeError as error:
+            AgreementError.raise_for(groups[0].name, "the vote on its missing gradients", error)
         left = iter(is_there)
         for num_params, under_way in entries:
             missing = bytearray(not next(left) for _ in range(num_params))

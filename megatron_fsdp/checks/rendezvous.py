@@ -35,6 +35,8 @@ _LONGEST_PAUSE_S = 0.5
 _NO_TIMEOUT = datetime.timedelta(0)
 _DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)
 _NUM_SHOWN = 3
+_KEYS = ("first", "said", "here", "verdict")
+"""What a rendezvous writes; the next one of the same ranks deletes it."""
 
 
 def meet(ranks: Sequence[int], action: str, lines: Sequence[str] = (), complaint: str = "", advice: str = "") -> str:
@@ -92,7 +94,7 @@ class _Rendezvous(dist.Work):
         self.rank: int = dist.get_rank()
         self.name = f"{_prefix(ranks)} {number}"
         self.store: Store = PrefixStore(self.name, store)
-        self._job_store = store
+        self._number, self._job_store = number, store
 
     @classmethod
     def enter(cls, ranks: Iterable[int]) -> _Rendezvous | None:
@@ -102,11 +104,10 @@ class _Rendezvous(dist.Work):
             return None
         store = job_store()
         # Each rank counts its rendezvous in the store, which survives new process groups.
-        return None if store is None else cls(store, ranks, store.add(f"{_prefix(ranks)} of {dist.get_rank()}", 1))
+        return None if store is None else cls(store, ranks, store.add(_count_of(ranks, dist.get_rank()), 1))
 
     def join(self, said: Sequence[str], complaint: str, advice: str) -> None:
         """Take part. The last rank to arrive, or the first rank that differs, writes the verdict."""
-        self.store.set(f"came {self.rank}", "")
         digest = hashlib.sha256("\n".join(said).encode()).hexdigest()[:32]
         rank, first = self.store.compare_set("first", "", f"{self.rank} {digest}").decode().split()
         if int(rank) == self.rank:
@@ -116,6 +117,9 @@ class _Rendezvous(dist.Work):
             self.end(f"differ {_difference(dict(sorted(heard.items())), complaint, advice)}")
         elif self.store.add("here", 1) == len(self.ranks):
             self.end("agreed")
+            # All ranks have come here, so no rank reads the last rendezvous any more.
+            for key in _KEYS:
+                self._job_store.delete_key(f"{_prefix(self.ranks)} {self._number - 1}/{key}")
 
     def fail(self, action: str, error: BaseException) -> None:
         """Report to all ranks that this rank has failed."""
@@ -153,13 +157,16 @@ class _Rendezvous(dist.Work):
             elif timeout:
                 raise RuntimeError("some ranks have not come yet")
             else:
-                missing = rank_list([rank for rank in self.ranks if not self.store.check([f"came {rank}"])])
+                missing = rank_list([rank for rank in self.ranks if not self._has_come(rank)])
                 self.end(
                     f"gone {missing} did not come within {limit_s:.0f} s of rank {self.rank}. Every rank of the mesh "
                     f"({rank_list(self.ranks)}) has to. fix: look at {missing} for another number of units, for work "
                     "that only one rank does, or for a process that ended"
                 )
         return True
+
+    def _has_come(self, rank: int) -> bool:
+        return bool(self._job_store.add(_count_of(self.ranks, rank), 0) >= self._number)
 
     def look_for_ended(self) -> None:
         """See whether the process of one of the ranks has ended with an exception."""
@@ -173,6 +180,11 @@ class _Rendezvous(dist.Work):
 def _prefix(ranks: Sequence[int]) -> str:
     listed = hashlib.sha1("_".join(map(str, ranks)).encode(), usedforsecurity=False).hexdigest()
     return f"megatron_fsdp rendezvous {listed}{_attempt()}"
+
+
+def _count_of(ranks: Sequence[int], rank: int) -> str:
+    """Return the key that counts the rendezvous of ``ranks`` that a rank has entered."""
+    return f"{_prefix(ranks)} of {rank}"
 
 
 def _attempt() -> str:

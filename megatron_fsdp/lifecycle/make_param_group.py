@@ -305,13 +305,13 @@ def forget_originals(group: ParameterGroup) -> None:
     """Free the original parameters, which take the memory of the whole unit, and make later uses raise."""
     for owned, param in zip(group.owned, group.fsdp_params.sharded_params, strict=True):
         mark_owned(owned.parameter, group.name, owned.name)
+        words = f"unit {group.name!r}, parameter {owned.name!r}"
         if owned.parameter.requires_grad:
-            # Freed here, unless the user keeps a reference and computes with it.
-            words = f"unit {group.name!r}, parameter {owned.name!r}"
             owned.parameter.register_post_accumulate_grad_hook(partial(_refuse_original, words))
-            if not group.spec.is_meta and owned.extension is None:
-                replace_original(owned.parameter, param, words)
+        if not group.spec.is_meta and owned.extension is None:
+            replace_original(owned.parameter, param, words)
         if not group.spec.is_meta:
+            # Frees the original, unless the user keeps a reference.
             owned.parameter = param
             if owned.extension is not None:
                 owned.extension = owned.extension.emptied()

@@ -28,7 +28,7 @@ _REFUSED = frozenset({"data", "grad", "requires_grad"})
 
 
 class ReplacedParameter:
-    """Mixed into the class of a trained parameter that a sharded one has replaced.
+    """Mixed into the class of a parameter that a sharded one has replaced, trained or frozen.
 
     Its values can be read until the sharded parameter changes. ``.data``, ``.grad`` and in-place changes raise at once,
     and so do ``clip_grad_norm_``, scaling and averaging over a list of such parameters.

@@ -25,7 +25,7 @@ from megatron_fsdp.optim.exact_norm import exact_norm
 from megatron_fsdp.optim.local_parts import axes_of, local_of
 from megatron_fsdp.optim.nonfinite import may_step, readings_of
 
-__all__ = ["agreed_norm", "by_axes", "clip_factor", "clip_grad_norm_", "total_norm"]
+__all__ = ["agreed_norm", "are_beside_plain", "by_axes", "clip_factor", "clip_grad_norm_", "total_norm"]
 
 Each = TypeVar("Each")
 # A CPU adds FP32 powers nearly in a row: the norm of thirty million random numbers at once is 0.2 % off.
@@ -60,7 +60,7 @@ def clip_grad_norm_(
 
     This takes one pass over each flat gradient shard and one all-reduce of a scalar per distinct mesh. It includes and
     scales gradients that the user assigned to ``.grad``, and this rank's gradients of ``ignored_params``. If the model
-    trains any of these, another all-reduce takes the largest norm of all ranks.
+    has any of these, another all-reduce takes the largest norm of all ranks.
 
     Args:
         model: a module with sharded modules in it, after the last microbatch's backward.
@@ -99,7 +99,8 @@ def clip_grad_norm_(
     spread = by_axes((each.group.spread_over(each.placements), each.flat) for each in held)
     is_invariant = any(each.group.spec.dtypes.reduction for each in held)
     norm = total_norm([*([((), plain)] if plain else ()), *spread], order, device, is_invariant=is_invariant)
-    if any(parameter.requires_grad for parameter in own):
+    if own:
+        # Although they may all be frozen here: other ranks may train them.
         norm = agreed_norm(norm, [group for unit in units for group in unit.groups])
     if error_if_nonfinite:
         may_step(norm, "raise", lambda: readings_of(model))
@@ -135,6 +136,24 @@ def agreed_norm(norm: torch.Tensor, groups: Sequence[ParameterGroup]) -> torch.T
     for axis in axes_of(groups):
         reduce_norm(bits, axis, "max", "the norm of all gradients")
     return bits.view(torch.float64).to(norm)
+
+
+def are_beside_plain(groups: Iterable[ParameterGroup]) -> bool:
+    """Return whether a model of these groups has parameters in no unit, such as those of ``ignored_params``.
+
+    Frozen ones count, because ranks may freeze different ones, and all of them have to take part in ``agreed_norm``.
+    """
+    modules = {group.module() for group in groups}
+    roots = {unit.root for module in modules if module is not None for unit in units_below(module)}
+    outermost = [root.outermost() for root in roots]
+    return any(
+        group_of_parameter(parameter) is None and not isinstance(parameter, UnshardedParam)
+        for unit in outermost
+        if unit is not None
+        for module in (reference() for reference in unit.modules)
+        if module is not None
+        for parameter in module.parameters()
+    )
 
 
 def _power(gradient: torch.Tensor, order: float) -> torch.Tensor:

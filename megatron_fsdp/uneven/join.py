@@ -169,8 +169,9 @@ def join(
         filler: the batch to repeat on a rank without any batch.
         mean_over: average gradients over the ranks with a new batch now, or over all ranks.
     Raises:
-        ConfigError: another ``mean_over``. StateError: no sharded module in ``model``, or units that are trained over
-            different ranks; see ``JoinedBatches`` for more.
+        ConfigError: another ``mean_over``; or gradients are summed invariantly, and not over all ranks.
+        StateError: no sharded module in ``model``, or units that are trained over different ranks; see
+            ``JoinedBatches`` for more.
 
     Example:
         with join(model, batches[: 2 - dist.get_rank()]) as joined:
@@ -184,6 +185,8 @@ def join(
         raise ConfigError(f"join: mean_over={mean_over!r}. fix: 'ranks with data' or 'all ranks'")
     if not any(unit.groups for each in models for unit in units_below(each)):
         raise StateError("join: the model holds no sharded parameters. fix: call fully_shard on it first")
+    if mean_over == "ranks with data" and torch.is_grad_enabled():
+        _refuse_invariant(models)
     joined = JoinedBatches(models, batches, filler, mean_over)
     _OPEN.append(joined)
     try:
@@ -191,6 +194,18 @@ def join(
     finally:
         _OPEN.remove(joined)
         joined._end_weight()
+
+
+def _refuse_invariant(models: Iterable[nn.Module]) -> None:
+    """Raise for units whose gradients may not be weighed by the number of ranks with data."""
+    for unit in (unit for model in models for unit in units_below(model)):
+        if unit.groups and unit.policy.reduction == "invariant":
+            raise ConfigError(
+                f'join: unit {unit.name!r} has MixedPrecisionPolicy(reduction="invariant"), whose sums must not depend '
+                'on the number of ranks, and mean_over="ranks with data" multiplies gradients by a factor that does. '
+                'fix: join(model, batches, mean_over="all ranks"), and set_gradient_divide_factor(G) on every unit, '
+                "where G is the number of microbatches of a step on all ranks together"
+            )
 
 
 def _widest_group(groups: Sequence[ParameterGroup]) -> ParameterGroup:

@@ -1,8 +1,9 @@
 """Sum gradients in an order that does not depend on the number of ranks, so that the result has the same bits.
 
-With W ranks, microbatch t of rank r has number ``t * W + r`` in its step. Ranks exchange slices of gradients. The owner
-of a shard adds the slices in the order of these numbers, like carries in a binary counter: two partial sums of equal
-size are added as soon as both exist. The order depends only on the number of microbatches (docs/design/invariance.md).
+With W ranks, microbatch t of rank r has number ``t * W + r`` in its step. A microbatch is a backward in which the ranks
+exchange slices of gradients: one for each forward. The owner of a shard adds the slices in the order of these numbers,
+like carries in a binary counter: two partial sums of equal size are added as soon as both exist. The order depends only
+on the number of microbatches (docs/design/invariance.md).
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ from megatron_fsdp.build.builder import GroupSpec
 from megatron_fsdp.engine.accumulation import Accumulation, GradBinding
 from megatron_fsdp.engine.grads import GradientBuffer
 from megatron_fsdp.engine.param_group import group_of_parameter
+from megatron_fsdp.engine.param_loops import grads_of
 from megatron_fsdp.engine.params import FSDPParams
 from megatron_fsdp.engine.reduce import Hook, ReduceFunction, Wire, gradient_buffer
-from megatron_fsdp.engine.unit import Root, Unit
+from megatron_fsdp.engine.unit import Call, Root, Unit
 from megatron_fsdp.errors import StateError
 
 __all__ = ["InvariantReduction", "invariant_gradients"]
@@ -126,16 +128,32 @@ class BinaryCounter:
 
 
 class _Step:
-    """The current step of one root: its backwards until the optimizer steps.
+    """The current step of one root: its microbatches until the optimizer steps.
 
     Attributes:
-        first: the number of the step's first backward.
-        last: for each parameter group, the number of the last backward that reduced its gradients.
+        number: how many microbatches there were in all steps. A backward that exchanges nothing, for the gradient of
+            an input alone, is none.
+        backward: the engine's number of the last backward that was a microbatch.
+        first: the number of the step's first microbatch.
+        last: for each parameter group, the number of the last microbatch that reduced its gradients.
+        calls: the calls of units that the step's microbatches have entered, with the number of the microbatch.
     """
 
     def __init__(self) -> None:
-        self.first = 0
+        self.number = self.backward = self.first = 0
         self.last: weakref.WeakKeyDictionary[FSDPParams, int] = weakref.WeakKeyDictionary()
+        self.calls: weakref.WeakKeyDictionary[Call, int] = weakref.WeakKeyDictionary()
+
+    def count(self, backward: int) -> int:
+        """Return the number of the microbatch that the engine's backward of this number is."""
+        if backward != self.backward:
+            self.number, self.backward = self.number + 1, backward
+        return self.number
+
+    def begin(self) -> None:
+        """Begin a new step with the current microbatch."""
+        self.first = self.number
+        self.calls.clear()
 
 
 _STEPS: weakref.WeakKeyDictionary[Root, _Step] = weakref.WeakKeyDictionary()
@@ -184,6 +202,8 @@ class InvariantReduction:
         self.unit: weakref.ref[Unit] | None = None
         self._params, self._scale = fsdp_params, 1.0
         self.counter = BinaryCounter(torch.promote_types(torch.float32, packed.dtype), packed.name)
+        # The last sum of microbatches, and the version of ``main_grad`` after it was written.
+        self._sum: Accumulation | None = None
         self._version = -1
         axes, sizes = packed.axes, [axis.size for axis in packed.axes]
         order = cut_order(sizes, main_grad.placements)
@@ -213,22 +233,39 @@ class InvariantReduction:
                 f"first, but {_FLAG} adds the microbatches of all ranks one by one. fix: remove it; "
                 "set_is_last_backward(False) says that more microbatches follow"
             )
-        under_way = binding.begin_sum()
-        self._look_for_changes(binding, under_way)
-        return under_way
+        if binding.sum is None and self._sum is not None:
+            # ``begin_sum`` continues the last sum, and writes zeros for parameters without ``.grad``. Those had none.
+            for gradient, is_wanted, is_missing in zip(
+                grads_of(binding.parameters), self._sum.covered, self._sum.missing, strict=True
+            ):
+                self._version += gradient is None and (is_missing or not is_wanted)
+        self._sum = binding.begin_sum()
+        self._look_for_changes(binding, self._sum)
+        return self._sum
 
     def prepare(self, scale: float, *, overwrites: bool) -> None:
-        """Count this microbatch and allocate the receive buffer, until ``release``."""
+        """Count this microbatch and allocate the receive buffer, until ``release``.
+
+        Raises:
+            StateError: no divisor was set, or the forward has had its backward in this step.
+        """
         unit = self._unit()
         assert unit is not None
         step = _STEPS.setdefault(unit.root, _Step())
-        number = unit.root.backward.number
+        number = step.count(unit.root.backward.number)
         if overwrites:
             if step.last.get(self._params, 0) >= step.first:
                 # The user dropped this step's sum, or the optimizer has stepped: a new step begins.
-                step.first = number
+                step.begin()
             self.counter.clear()
         step.last[self._params] = number
+        call = unit.root.backward.oldest_calls.get(unit.reference)
+        if call is not None and step.calls.setdefault(call, number) != number:
+            raise StateError(
+                f"{self.packed.name}: this is the second backward of one forward, and {_FLAG} numbers the microbatches "
+                "of all ranks by their backwards, so the order of additions would depend on the number of ranks. "
+                "fix: add the losses of a forward and call backward() once, or run a forward for each"
+            )
         self._begin_microbatch(number - step.first)
         if scale == 0.0:
             raise StateError(

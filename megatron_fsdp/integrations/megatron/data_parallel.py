@@ -17,6 +17,7 @@ from dbuffer.collectives.all_reduce import all_reduce
 from dbuffer.collectives.broadcast import broadcast
 from dbuffer.dtensor.flat_dtensor import FlatDTensor
 from dbuffer.mesh import mesh_axes
+from dbuffer_kernels import checksum
 from megatron_fsdp.config.fsdp_config import prefetch_elements
 from megatron_fsdp.errors import ConfigError
 from megatron_fsdp.integrations.megatron.checkpoint import (
@@ -206,15 +207,16 @@ def _make_alike(found: Sequence[tuple[str, nn.Parameter]], mesh: DeviceMesh) -> 
     """Copy the first rank's parameters to every rank of a mesh, in place, if they differ.
 
     Each rank takes its shard from its own copy of the model, so a sharded model would mix unequal copies. If all copies
-    are equal, the check costs one sum per parameter and one all-reduce.
+    are equal, the check costs one checksum per parameter and one all-reduce.
     """
     if not found:
         return
     device, axes = buffer_device(mesh), mesh_axes(mesh)
-    # Bits, not numbers: NaN compares with itself. The complement of x is largest where x is smallest.
-    sums = [parameter.detach().sum(dtype=torch.float64).to(device) for _, parameter in found]
-    bits = torch.stack(sums).view(torch.int64)
-    extremes = torch.stack([bits, ~bits])
+    whole = [parameter.detach().contiguous() for _, parameter in found]
+    real = [torch.view_as_real(value) if value.is_complex() else value for value in whole]
+    checksums = torch.stack([checksum(value, key=0).to(device) for value in real])
+    # The complement of x is largest where x is smallest.
+    extremes = torch.stack([checksums, ~checksums])
     for axis in axes:
         all_reduce(extremes, axis, "max")
     is_alike = (extremes[0] == ~extremes[1]).tolist()

@@ -14,7 +14,7 @@ from megatron_fsdp.engine.optimizer_steps import skip_announcing
 from megatron_fsdp.engine.param_group import ParameterGroup, announce_step
 from megatron_fsdp.optim.adamw.flat_state import FlatState, adopt_together
 from megatron_fsdp.optim.adamw.param_memory import ABSENT, FlatGradient, PlainMemory
-from megatron_fsdp.optim.grad_norm import agreed_norm, by_axes, clip_factor, total_norm
+from megatron_fsdp.optim.grad_norm import agreed_norm, are_beside_plain, by_axes, clip_factor, total_norm
 from megatron_fsdp.optim.loaded_state import lay_out_loaded_state, parameters_of
 from megatron_fsdp.optim.local_parts import axes_of, local_of
 from megatron_fsdp.optim.nonfinite import Reading, check_policy, may_step
@@ -63,10 +63,9 @@ class Binding:
         owners = [state.memory.owner for state in self.states]
         return [owner for owner in owners if isinstance(owner, ParameterGroup)]
 
-    def trains_plain(self) -> bool:
-        """Return whether a parameter that is not sharded is trained."""
-        plain = [state.memory for state in self.states if isinstance(state.memory, PlainMemory)]
-        return any(memory.owner.requires_grad for memory in plain)
+    def is_beside_plain(self) -> bool:
+        """Return whether the optimizer or the model has parameters that are not sharded."""
+        return any(isinstance(state.memory, PlainMemory) for state in self.states) or are_beside_plain(self.groups())
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +86,7 @@ class FlatBase(Optimizer):
     steps_split_weights = True
     grad_norm: torch.Tensor | None = None
     _binding: Any = None
+    _is_beside_plain = False
     # Attributes that are pickled in addition to param groups and state.
     _kept: ClassVar[tuple[str, ...]] = ("moments_dtype", "max_norm", "nonfinite", "num_skipped")
 
@@ -121,7 +121,7 @@ class FlatBase(Optimizer):
             spread = by_axes((state.memory.axes, gradient.flat) for state, gradient in found)
             is_invariant = any(state.memory.is_invariant for state, _ in found)
             self.grad_norm = total_norm(spread, 2.0, devices[0], is_invariant=is_invariant).float()
-            if binding.trains_plain():
+            if self._is_beside_plain:
                 self.grad_norm = agreed_norm(self.grad_norm, binding.groups())
             factor = None if max_norm is None else clip_factor(self.grad_norm, max_norm)
         if self.nonfinite != "ignore":
@@ -153,6 +153,7 @@ class FlatBase(Optimizer):
         flags = tuple((len(group["params"]), *self._flags_of(group)) for group in self.param_groups)
         if self._binding is None or not self._binding.fits(parameters, flags):
             self._binding = self._bind(parameters, flags)
+            self._is_beside_plain = self._binding.is_beside_plain()
         return self._binding
 
     def forget_memory(self) -> None:

@@ -174,6 +174,18 @@ def test_a_run_in_two_parts_has_the_losses_of_one(flags: str) -> None:
         assert train(f"{flags} --save run --log-interval 2") == wanted, "a restart by torchrun is not told to resume"
 
 
+def test_a_restart_by_torchrun_resumes_from_save_when_it_is_ahead_of_load(capsys: pytest.CaptureFixture[str]) -> None:
+    train(f"{ENGINE} --save first --exit-interval 2")
+    flags = f"{ENGINE} --load first --save second"
+    wanted = train(flags)
+    shutil.rmtree("second")
+    with mock.patch.dict(os.environ, TORCHELASTIC_RESTART_COUNT="1"):
+        train(f"{flags} --exit-interval 4")
+        assert "resuming from first/iter_0000002" in capsys.readouterr().out
+        assert train(f"{flags} --no-load-optim") == wanted, "the second folder has the optimizer's state"
+    assert "resuming from second/iter_0000004" in capsys.readouterr().out
+
+
 def damage(checkpoint: str) -> None:
     file = Path(checkpoint, "__0_0.distcp")
     content = bytearray(file.read_bytes())

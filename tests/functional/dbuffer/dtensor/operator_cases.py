@@ -208,6 +208,7 @@ REDUCTIONS: dict[str, Function] = {
     "max of two": lambda x, y: torch.max(x, y),
     "largest, absolute": lambda x, y: x.abs().max(),
     "all": lambda x, y: (x > -9).all(),
+    "any and all of bytes": lambda x, y: ((x > 0).byte().any(), (x > 0).byte().all(dim=0)),
     "all of rows": lambda x, y: (x > -1).all(0),
     "isfinite": lambda x, y: torch.isfinite(x).all(),
     "nan": lambda x, y: x.sqrt().amax(),

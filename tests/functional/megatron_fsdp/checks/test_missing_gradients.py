@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from dbuffer import CollectiveCall, observe_collectives
-from megatron_fsdp import FsdpModule, Placements, fully_shard
+from megatron_fsdp import AgreementError, FsdpModule, Placements, fully_shard
 from tests.harness import on_ranks, run_ranks
 from tests.harness.models import WIDTH
 from tests.harness.twins import Twins
@@ -145,6 +145,17 @@ def test_reports_of_a_failed_backward_do_not_affect_later_steps() -> None:
     model.zero_grad()
     model(data(rank, 2), (2,)).square().mean().backward()
     assert first + [name for name, parameter in model.named_parameters() if parameter.grad is None] == unused
+
+
+@on_ranks(2, timeout=60)
+def test_a_rank_that_ends_before_the_vote_is_reported_with_the_unit() -> None:
+    _, model = make("optim_grads_params")
+    ended = RuntimeError("[gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:1")
+    with (
+        mock.patch("megatron_fsdp.checks.missing_gradients.all_reduce", side_effect=ended),
+        pytest.raises(AgreementError, match=r"unit '.*': the vote on its missing gradients .* rank ended.* fix:"),
+    ):
+        model(data(dist.get_rank(), 0), (0,)).square().mean().backward()
 
 
 @on_ranks(2, timeout=60)

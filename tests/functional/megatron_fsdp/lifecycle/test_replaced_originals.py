@@ -35,8 +35,9 @@ READING: dict[str, Use] = {
 }
 
 
-def sharded_with_old() -> tuple[Any, list[Any]]:
+def sharded_with_old(*, is_frozen: bool = False) -> tuple[Any, list[Any]]:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[0].requires_grad_(not is_frozen)
     old = list(model.parameters())
     fully_shard(model[0])
     fully_shard(model)
@@ -51,6 +52,18 @@ def test_a_use_without_effect_of_a_replaced_parameter_is_refused(use: str) -> No
     with torch.no_grad(), pytest.raises(StateError, match=r"parameter 'weight'.*before fully_shard") as refused:
         WITHOUT_EFFECT[use](old)
     assert "fix:" in str(refused.value)
+
+
+@on_ranks(2)
+def test_uses_without_effect_of_a_replaced_frozen_parameter_are_refused() -> None:
+    _, old = sharded_with_old(is_frozen=True)
+    for words, use in WITHOUT_EFFECT.items():
+        if words != "hooking":
+            with torch.no_grad(), pytest.raises(StateError, match=r"parameter 'weight'.*before fully_shard"):
+                use(old[:2])
+    with pytest.raises(StateError, match=r"parameter 'weight'.*before fully_shard"):
+        old[0].requires_grad_(True)
+    assert not old[0].requires_grad
 
 
 @pytest.mark.parametrize("use", READING)

@@ -151,6 +151,23 @@ def test_ranks_stop_alike_where_one_has_nan_in_the_gradient_of_an_ignored_parame
     assert [*norms, optimizers[1].grad_norm.item()] == pytest.approx([200.0] * 4, rel=1e-3)
 
 
+@on_ranks(2)
+def test_ranks_that_freeze_other_ignored_parameters_clip_alike() -> None:
+    model: Any = three_blocks()
+    model.ignored = nn.Linear(1, 1)
+    fully_shard(model, ignored_params=set(model.ignored.parameters()))
+    model.ignored.requires_grad_(dist.get_rank() == 1)
+    optimizer = AdamW([one for one in model.parameters() if one.requires_grad], max_norm=1.0)
+    squared(model, dist.get_rank(), 0).backward()
+    if dist.get_rank() == 1:
+        model.ignored.weight.grad = torch.full((1, 1), 100.0)
+    norms: list[Any] = [None] * 2
+    dist.all_gather_object(norms, clip_grad_norm_(model, math.inf).item())
+    optimizer.step()
+    assert optimizer.grad_norm is not None
+    assert [*norms, optimizer.grad_norm.item()] == pytest.approx([100.0] * 3, rel=1e-2)
+
+
 def test_a_policy_that_does_not_exist_is_refused() -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(ConfigError, match="wanted one of 'ignore', 'skip', 'raise'"):

@@ -58,3 +58,16 @@ def test_a_job_of_fake_ranks_needs_no_rendezvous(backend: str, num_axes: int) ->
     fully_shard(model, init_device_mesh("cpu", (4,) if num_axes == 1 else (2, 2)))
     train(model)
     assert model.weight.grad.shape == (3, 5)
+
+
+@on_ranks(3)
+def test_the_store_keeps_the_keys_of_the_last_rendezvous_alone() -> None:
+    store = dist.distributed_c10d._get_default_store()
+    counts = []
+    for _ in range(2):
+        for _ in range(5):
+            rendezvous.meet((0, 1, 2), "comes", ["with a detail"])
+        dist.barrier()
+        counts.append(store.num_keys())
+        dist.barrier()
+    assert counts[0] == counts[1]

@@ -24,6 +24,7 @@ from megatron_fsdp import (
     StateError,
     explain,
     fully_shard,
+    join,
     no_sync,
 )
 from megatron_fsdp.optim.exact_norm import exact_norm
@@ -132,7 +133,8 @@ class Run:
 
     Attributes:
         use: of ``USES``. what: "", "frozen", "fused", "broken" (a backward raises, and the step begins again), "taken"
-            (the caller keeps gradients) or "wide" (matrices are large enough for 8-bit moments).
+            (the caller keeps gradients), "attacked" (every microbatch also takes the gradient of an input) or "wide"
+            (matrices are large enough for 8-bit moments).
     """
 
     use: str = "plainly"
@@ -217,6 +219,10 @@ def accumulate(model: Any, run: Run, step: int) -> None:
     """Run this rank's microbatches of a step: backward t of rank r is number t * W + r."""
     for number in range(dist.get_rank(), NUM_MICROBATCHES, dist.get_world_size()):
         model.set_is_last_backward(number + dist.get_world_size() >= NUM_MICROBATCHES)
+        if run.what == "attacked":
+            # For an adversarial example: the gradient of an input is no gradient of a microbatch.
+            x = torch.ones(2, WIDTH, requires_grad=True)
+            torch.autograd.grad(model(x, USES[run.use], number).sum(), x)
         loss_of(model, run, step, number).backward()
 
 
@@ -244,6 +250,7 @@ CASES = [
     *((use, "") for use in USES),
     ("plainly", "frozen"),
     ("plainly", "taken"),
+    ("plainly", "attacked"),
     ("block_left_out", "broken"),
     ("block_left_out", "frozen"),
     ("layer_left_out", "fused"),
@@ -311,12 +318,26 @@ def scaled(model: Any) -> None:
     loss_of(model, Run(), 0, 1).backward()
 
 
+def twice_through_one_forward(model: Any) -> None:
+    model.set_is_last_backward(False)
+    loss = loss_of(model, Run(), 0, 0)
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def joined_over_ranks_with_data(model: Any) -> None:
+    with join(model, [1, 2]) as batches:
+        next(iter(batches))
+
+
 REFUSED: dict[str, Callable[[Any], None]] = {
     "adds the microbatches of one rank first": without_sync,
     "call set_gradient_divide_factor": undivided,
     r"AdamW\(fused=True\) on CPU": stepped_by_the_fused_kernel,
     "was dropped or replaced while its sum is under way": dropped_in_part,
     "a gradient was changed between two microbatches": scaled,
+    "this is the second backward of one forward": twice_through_one_forward,
+    r"join: unit '.*' has MixedPrecisionPolicy": joined_over_ranks_with_data,
     "a hook on reduced gradients have an order": lambda model: model.set_all_reduce_hook(torch.Tensor.zero_),
 }
 

@@ -222,7 +222,10 @@ STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
 
 def shard_what_ranks_drew(given: dict[str, Any], shape: tuple[int, ...], strategy: str) -> dict[str, Any]:
-    """Shard a model with one part drawn alike on all ranks, another differently; return weights and settings."""
+    """Shard a model with one part drawn alike on all ranks, another differently; return weights and settings.
+
+    A bias has the same values on all ranks, in another order.
+    """
     names = ("dp_outer", "dp_shard")[-len(shape) :]
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     torch.manual_seed(3)
@@ -230,6 +233,7 @@ def shard_what_ranks_drew(given: dict[str, Any], shape: tuple[int, ...], strateg
     torch.manual_seed(10 * dist.get_rank())
     layers[1].reset_parameters()
     with torch.no_grad():
+        layers[0].bias.copy_(torch.arange(5.0).roll(dist.get_rank()))
         layers[2].weight.fill_(float("nan"))
     model = nn.Sequential(*layers)
     drawn = {name: value.detach().clone() for name, value in model.state_dict().items()}
@@ -261,7 +265,7 @@ def test_weights_that_ranks_drew_differently_become_the_first_rank_s(shape: tupl
         for name, value in first.items():
             assert torch.equal(result["found"][name].nan_to_num(9.0), value.nan_to_num(9.0)), name
     (line,) = results[0]["said"]
-    assert line.startswith("2 parameters differed between data-parallel ranks (the first one is '1.weight')")
+    assert line.startswith("3 parameters differed between data-parallel ranks (the first one is '0.bias')")
     assert "Megatron's DDP uses them only with --data-parallel-random-init" in line
     assert all(not result["said"] for result in results[1:])
 
