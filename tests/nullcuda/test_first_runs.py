@@ -8,7 +8,8 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from megatron_fsdp import CPUOffloadPolicy, fully_shard
+from megatron_fsdp import AdamW, CPUOffloadPolicy, fully_shard
+from megatron_fsdp.checkpoint.writer import _copied
 from tests.harness import run_ranks
 
 
@@ -98,3 +99,29 @@ def device_of_lengths() -> str:
 
 def test_packed_sequences_and_mappings_are_moved_to_the_gpu() -> None:
     assert run_ranks(1, device_of_lengths, backend="nccl", fresh=True, timeout=120) == ["cpu"]
+
+
+def trained_by_default_on_the_gpu() -> list[str]:
+    """Train after ``torch.set_default_device("cuda")``; return the devices of copies in host memory."""
+    torch.backends.cudnn.enabled = False
+    torch.set_default_device("cuda")
+    for policy in (None, CPUOffloadPolicy()):
+        model: Any = Normed()
+        for module in (model.block, model):
+            fully_shard(module, offload_policy=policy)
+        optimizer = AdamW(model.parameters(), max_norm=1.0)
+        for _ in range(2):
+            for _ in range(2):
+                model(torch.ones(3, 4)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    stock = torch.optim.AdamW(model.parameters(), capturable=False)
+    model(torch.ones(3, 4)).backward()
+    stock.step()
+    return [_copied(torch.ones(3)).device.type]
+
+
+@pytest.mark.filterwarnings("ignore:offload_policy")
+def test_models_train_where_the_gpu_is_the_default_device() -> None:
+    found = run_ranks(1, trained_by_default_on_the_gpu, backend="nccl", fresh=True, timeout=120)
+    assert found == [["cpu"]]
