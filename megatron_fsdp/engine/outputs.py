@@ -202,7 +202,8 @@ def _map_leaf(function: Callable[[torch.Tensor], torch.Tensor], leaf: Any) -> An
     if isinstance(leaf, torch.Tensor):
         return function(leaf)
     if _is_packed(leaf):
-        data, *indices = (each if each is None else function(each) for each in (leaf.data, *leaf[2:]))
+        data = function(leaf.data)
+        indices = [None if each is None else function(each) for each in leaf[2:]]
         return leaf if data is leaf.data else PackedSequence(data, leaf.batch_sizes, *indices)
     # ``type`` as in ``iterate_tensors``.
     if issubclass(type(leaf), MutableMapping):
