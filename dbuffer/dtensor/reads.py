@@ -122,13 +122,14 @@ def _compare(axis: MeshAxis, digest: int, what: str, num_steps: int) -> None:
     if not axis.gathers_by_gloo:
         return
     with torch.inference_mode(False):
-        mine, found = torch.tensor([digest]), torch.empty(axis.size, dtype=torch.int64)
+        mine = torch.tensor([digest], device="cpu")
+        found = torch.empty(axis.size, dtype=torch.int64, device="cpu")
         _issue(axis, what, lambda axis, works: works.append(start_status_gather(found, mine, axis.gather_group)))
         if all(each == digest for each in found.tolist()):
             return
         words = f"{what} after {num_steps} optimizer steps, {place()}".encode()[:_WORDS_BYTES].ljust(_WORDS_BYTES)
         sent = torch.frombuffer(bytearray(words), dtype=torch.uint8)
-        heard = torch.empty(axis.size * _WORDS_BYTES, dtype=torch.uint8)
+        heard = torch.empty(axis.size * _WORDS_BYTES, dtype=torch.uint8, device="cpu")
         _issue(axis, what, lambda axis, works: works.append(start_status_gather(heard, sent, axis.gather_group)))
     ranks = dist.get_process_group_ranks(axis.gather_group)
     texts = [bytes(row.tolist()).decode(errors="replace").rstrip() for row in heard.view(axis.size, -1)]

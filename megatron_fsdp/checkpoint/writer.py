@@ -99,7 +99,7 @@ def _copied(data: torch.Tensor) -> torch.Tensor:
     The memory is then pinned, so that neither the host nor the next step waits for the copy. PyTorch keeps pinned
     memory for the next save.
     """
-    copy = torch.empty(data.shape, dtype=data.dtype, pin_memory=data.is_cuda)
+    copy = torch.empty(data.shape, dtype=data.dtype, device="cpu", pin_memory=data.is_cuda)
     return copy.copy_(data.detach(), non_blocking=data.is_cuda)
 
 

@@ -6,14 +6,16 @@ Only tensors that a module returns have such hooks (docs/design/order.md, "How b
 from __future__ import annotations
 
 import collections
+import copy
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from megatron_fsdp.engine.unit import Call
@@ -181,23 +183,49 @@ def iterate_tensors(value: Any, depth: int = 0, opaque: list[Any] | None = None)
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """Return the structure with ``function`` applied to every tensor; the same object if no tensor changed."""
-    leaves, structure = tree_flatten(value)
+    """Return the structure with ``function`` applied to every tensor; the same object if no tensor changed.
+
+    The lengths in a ``PackedSequence`` are left out: PyTorch wants them in CPU memory.
+    """
+    leaves, structure = tree_flatten(value, is_leaf=_is_packed)
     mapped = [_map_leaf(function, leaf) for leaf in leaves]
     if all(new is old for new, old in zip(mapped, leaves, strict=True)):
         return value
     return tree_unflatten(mapped, structure)
 
 
+def _is_packed(value: Any) -> bool:
+    return type(value) is PackedSequence
+
+
 def _map_leaf(function: Callable[[torch.Tensor], torch.Tensor], leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         return function(leaf)
+    if _is_packed(leaf):
+        data = function(leaf.data)
+        indices = [None if each is None else function(each) for each in leaf[2:]]
+        return leaf if data is leaf.data else PackedSequence(data, leaf.batch_sizes, *indices)
+    # ``type`` as in ``iterate_tensors``.
+    if issubclass(type(leaf), MutableMapping):
+        return _map_mapping(function, leaf)
     if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
         return leaf
     fields = {field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf) if field.init}
     mapped = {name: map_tensors(function, old) for name, old in fields.items()}
     changes = {name: new for name, new in mapped.items() if new is not fields[name]}
     return dataclasses.replace(leaf, **changes) if changes else leaf
+
+
+def _map_mapping(function: Callable[[torch.Tensor], torch.Tensor], old: Any) -> Any:
+    """Return a copy of a mapping that PyTorch's pytree does not know, such as Hugging Face's ``BatchEncoding``."""
+    mapped = {key: map_tensors(function, value) for key, value in old.items()}
+    changes = {key: value for key, value in mapped.items() if value is not old[key]}
+    if not changes:
+        return old
+    new = copy.copy(old)
+    for key, value in changes.items():
+        new[key] = value
+    return new
 
 
 def parts_of_dual(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

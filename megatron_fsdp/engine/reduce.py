@@ -405,7 +405,7 @@ class HostSums:
             return
         if self._staging is None:
             # Pinned if ``main_grad`` is, so that the copy is asynchronous.
-            self._staging = torch.empty(source.numel(), dtype=source.dtype, pin_memory=sums.is_pinned())
+            self._staging = torch.empty(source.numel(), dtype=source.dtype, device="cpu", pin_memory=sums.is_pinned())
         self._staging.copy_(source, non_blocking=True)
 
     def add(self, scale: float) -> None:

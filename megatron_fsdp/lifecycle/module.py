@@ -34,7 +34,7 @@ from megatron_fsdp.lifecycle.param_changes import (
     refuse_sharded_save,
 )
 from megatron_fsdp.lifecycle.unit_changes import update_gradient_buffers
-from megatron_fsdp.lifecycle.unwritten_buffers import is_to_empty, meta_buffers, note_unwritten
+from megatron_fsdp.lifecycle.unwritten_buffers import is_to_empty, meta_buffers, move_buffers, note_unwritten
 from megatron_fsdp.policy.slots import SlotChoice
 from megatron_fsdp.variants.forward_order import order_of
 from megatron_fsdp.variants.memory_slots import (
@@ -478,6 +478,9 @@ class FSDPModule:
                 group.fsdp_params.module_infos.register()
             # A group that was on the meta device, or of another dtype, has other gradient buffers now.
             update_gradient_buffers(unit)
+        if unit.root.device is not None:
+            # Of an offloaded model to_empty(device="cpu") allocates them in CPU memory, and compute uses them.
+            move_buffers(allocated, unit.root.device)
         note_unwritten(self, allocated)  # type: ignore[arg-type]  # as above
         return result
 

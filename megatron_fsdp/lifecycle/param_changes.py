@@ -58,7 +58,9 @@ def apply_to_group(
     probe = torch.empty(1, dtype=current.dtype, device=current.device)
     with torch.no_grad():
         found = function(probe)
-    if group.spec.is_meta and found.device == group.spec.device:
+    # FSDP2 asks for ``to_empty(device="cpu")`` where weights are offloaded.
+    is_resting = group.spec.is_offloaded and found.device.type == "cpu"
+    if group.spec.is_meta and (found.device == group.spec.device or is_resting):
         materialize_group(group)
     elif found.device != current.device or (probe.device.type == "cpu" and probe.is_shared()):
         what = "go into shared memory" if found.device == current.device else f"move to {found.device}"
@@ -355,7 +357,8 @@ def before_load_state_dict(
 ) -> None:
     """Cut loaded values to the rows of this rank: full tensors, and DTensors with PyTorch's own layout.
 
-    With ``assign=True`` the values are copied into the existing parameters, and gradients are dropped.
+    With ``assign=True`` the values are copied into the existing parameters, and gradients are dropped; buffers stay on
+    their device.
     """
     is_assigned = metadata.get("assign_to_params_buffers", False)
     for below in units_below(module):
@@ -363,6 +366,8 @@ def before_load_state_dict(
         below.reshard()
     wait_for_host_reads()
     _materialize_for(module, prefix, state_dict)
+    if is_assigned:
+        _move_assigned_buffers(module, prefix, state_dict)
     for name, parameter in module.named_parameters(remove_duplicate=False):
         value, owner = state_dict.get(prefix + name), group_of_parameter(parameter)
         if owner is None or not isinstance(value, torch.Tensor) or value.shape != parameter.shape or value is parameter:
@@ -386,6 +391,14 @@ def before_load_state_dict(
             rows = state_dict[prefix + name].to_local().detach()
             parameter.to_local().detach().view(-1).copy_(rows.reshape(-1))
             state_dict[prefix + name], parameter.grad = parameter, None
+
+
+def _move_assigned_buffers(module: nn.Module, prefix: str, state_dict: dict[str, Any]) -> None:
+    """Copy the buffers that the state dictionary assigns to the device where the model has them."""
+    for name, buffer in module.named_buffers(remove_duplicate=False):
+        value = state_dict.get(prefix + name)
+        if isinstance(value, torch.Tensor) and not buffer.is_meta and not value.is_meta:
+            state_dict[prefix + name] = value.to(buffer.device)
 
 
 def _materialize_for(module: nn.Module, prefix: str, state_dict: dict[str, Any]) -> None:

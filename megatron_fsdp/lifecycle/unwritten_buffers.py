@@ -16,7 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron_fsdp.errors import StateError
 
-__all__ = ["allocate_buffers", "is_to_empty", "meta_buffers", "note_unwritten"]
+__all__ = ["allocate_buffers", "is_to_empty", "meta_buffers", "move_buffers", "note_unwritten"]
 
 _UNWRITTEN: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """Buffers that were allocated and not written yet, and the version that each had then."""
@@ -35,6 +35,14 @@ def meta_buffers(module: nn.Module) -> list[tuple[nn.Module, str]]:
         for name, buffer in child._buffers.items()
         if buffer is not None and buffer.is_meta
     ]
+
+
+def move_buffers(places: Iterable[tuple[nn.Module, str]], device: torch.device) -> None:
+    """Put newly allocated buffers on a device."""
+    for child, name in places:
+        buffer = child._buffers[name]
+        if buffer is not None and not buffer.is_meta:
+            child._buffers[name] = buffer.to(device)
 
 
 def note_unwritten(root: nn.Module, places: Iterable[tuple[nn.Module, str]]) -> None:

@@ -238,7 +238,7 @@ class Watch:
     def _start_comparison(self) -> None:
         mine = self._journal.digest << 32 | self._journal.count & 0xFFFFFFFF
         # max(x) == -max(-x) only if all ranks have the same x.
-        extremes = torch.tensor([mine >> 1, -(mine >> 1)])
+        extremes = torch.tensor([mine >> 1, -(mine >> 1)], device="cpu")
         self._pending = start_maximum(extremes, self._group), extremes
 
     def _compare(self) -> None:
@@ -257,7 +257,7 @@ class Watch:
         if gathered is None:
             return
         mine, text = find_difference(gathered) or (_NOWHERE, "")
-        first = torch.tensor([-mine])
+        first = torch.tensor([-mine], device="cpu")
         self.wait(start_maximum(first, self._group))
         if text and mine == -first.item():
             self._fail(f"replicas differ, so what a rank computes is wrong, or was written on it alone: {text}")

@@ -55,8 +55,9 @@ class Rows:
     def _table(self, what: str, device: torch.device, rows: Callable[[], Any]) -> torch.Tensor:
         """Return the step's one table of a kind on a device."""
         if (what, device) not in self._tables:
-            # Pinned, because a copy from pageable memory would make the host wait for the stream.
-            table = torch.tensor(rows(), dtype=torch.float64, pin_memory=device.type == "cuda")
+            # Pinned, because a copy from pageable memory would make the host wait for the stream. Only CPU memory can
+            # be pinned, and the user may have called torch.set_default_device("cuda").
+            table = torch.tensor(rows(), dtype=torch.float64, device="cpu", pin_memory=device.type == "cuda")
             self._tables[what, device] = table.to(device, non_blocking=True)
         return self._tables[what, device]
 

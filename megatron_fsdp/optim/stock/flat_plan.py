@@ -167,7 +167,8 @@ class FlatPlan:
             self.steps = torch.stack([owner.state[member.parameter]["step"] for _, member in counted])
             number = {id(member): number for number, (_, member) in enumerate(counted)}
             # Pinned, because a copy from pageable memory would make the host wait for the stream.
-            leads = torch.tensor([number[id(run.leader)] for run, _ in counted], pin_memory=self.steps.is_cuda)
+            indices = [number[id(run.leader)] for run, _ in counted]
+            leads = torch.tensor(indices, device="cpu", pin_memory=self.steps.is_cuda)
             self.leads = leads.to(self.steps.device, non_blocking=True)
             for (run, member), step in zip(counted, self.steps.unbind(), strict=True):
                 owner.state[member.parameter]["step"] = step

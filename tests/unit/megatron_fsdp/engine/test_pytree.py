@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 from megatron_fsdp.engine.outputs import iterate_tensors, map_tensors
 
@@ -31,6 +32,10 @@ class Pair(NamedTuple):
     second: torch.Tensor
 
 
+class Batch(dict[str, object]):
+    """A mapping that PyTorch's pytree does not know."""
+
+
 def one(value: float) -> torch.Tensor:
     return torch.tensor([value])
 
@@ -52,6 +57,8 @@ MARKER = object()
         ({"a": one(1), "b": {"c": [one(2)]}}, [1, 2]),
         (collections.OrderedDict(z=one(1), a=one(2)), [1, 2]),
         (Pair(one(1), one(2)), [1, 2]),
+        (Batch(a=one(1), b=[one(2), "text"]), [1, 2]),
+        (collections.UserDict(a=one(1)), [1]),
         ((TWICE, {"again": TWICE, "marker": MARKER}), [1, 1]),
         (Output(one(1), {"more": (one(2),)}), [1, 2]),
         ([Frozen(one(1)), Output(one(2), Frozen(one(3)))], [1, 2, 2, 3, 6]),
@@ -69,3 +76,13 @@ def test_every_tensor_is_found_in_order_and_changed_where_a_function_changes_it(
     assert found(structure) == wanted
     if isinstance(mapped, tuple) and isinstance(mapped[-1], dict):
         assert mapped[-1]["marker"] is MARKER
+
+
+def test_lengths_of_a_packed_sequence_stay_on_the_cpu() -> None:
+    packed = pack_padded_sequence(torch.ones(3, 2, 1), torch.tensor([2, 3]), enforce_sorted=False)
+    moved = map_tensors(lambda tensor: tensor.to("meta"), packed)
+    assert isinstance(moved, PackedSequence)
+    on_meta = (moved.data, moved.sorted_indices, moved.unsorted_indices)
+    assert all(each is not None and each.is_meta for each in on_meta)
+    assert torch.equal(moved.batch_sizes, packed.batch_sizes)
+    assert map_tensors(lambda tensor: tensor, packed) is packed
