@@ -109,9 +109,9 @@ class _ProductIntoBuffer(torch.autograd.Function):
         if ctx.is_batched:
             return torch.bmm(input, weight)
         output = functional.linear(input, weight, bias)
-        # With a bias and three axes the output is a view, and autograd forbids changing a view that a function returns
-        # in place, as models do (``x += residual``). ``data`` is the same memory, but no view.
-        return output.data if output._is_view() else output
+        # With a bias the output may be a view. Autograd forbids changing a view that a function returns in place, which
+        # models do (``x += residual``). ``data`` is the same memory, but no view.
+        return output if bias is None or not output._is_view() else output.data
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:

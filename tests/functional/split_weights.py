@@ -24,7 +24,7 @@ PLAIN = MixedPrecisionPolicy(BF16, FP32, main_grads_dtype=BF16)
 
 def rounding_ties_away() -> AbstractContextManager[object]:
     """Round compute weights of FP32 main weights like split weights; the casts of a gather write all of them."""
-    return mock.patch("megatron_fsdp.engine.param_group.cast_copy", _cast_ties_away)
+    return mock.patch("megatron_fsdp.engine.weight_buffers.cast_copy", _cast_ties_away)
 
 
 def _cast_ties_away(source: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

@@ -48,7 +48,7 @@ def losses(folder: Path, *flags: str) -> list[str]:
               "--num-attention-heads", "2", "--seq-length", "16", "--micro-batch-size", "2", "--lr", "1e-2",
               "--train-iters", "3", "--log-interval", "1"]  # fmt: skip
     done = subprocess.run(
-        [sys.executable, *script, *flags], cwd=folder, capture_output=True, text=True, timeout=240, check=False
+        [sys.executable, *script, *flags], cwd=folder, capture_output=True, text=True, timeout=480, check=False
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return [word for line in done.stdout.splitlines() for word in line.split("|") if "lm loss:" in word]
