@@ -28,6 +28,8 @@ def train(model: nn.Module) -> None:
 def test_a_rank_may_come_late_to_a_rendezvous_in_a_file(tmp_path: Path) -> None:
     path = os.fspath(tmp_path / "store")
     rank = dist.get_rank()
+    # The other rank may still be connecting to this one.
+    dist.barrier()
     dist.destroy_process_group()
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
     store = dist.distributed_c10d._get_default_store()
