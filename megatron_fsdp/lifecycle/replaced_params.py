@@ -28,7 +28,7 @@ _REFUSED = frozenset({"data", "grad", "requires_grad"})
 
 
 class ReplacedParameter:
-    """Mixed into the class of a parameter that a sharded one has replaced, trained or frozen.
+    """Mixed into the class of a trained parameter that a sharded one has replaced.
 
     Its values can be read until the sharded parameter changes. ``.data``, ``.grad`` and in-place changes raise at once,
     and so do ``clip_grad_norm_``, scaling and averaging over a list of such parameters.
@@ -51,6 +51,7 @@ class ReplacedParameter:
             written = _replaced(_written_by(name, args, kwargs or {}))
             is_refused = bool(written)
             is_read = name not in _SILENT
+        is_refused = is_refused and not cls._is_harmless(accessor, name, args, kwargs or {})
         operands = _replaced((*args, *(kwargs or {}).values()))
         if is_refused or is_read:
             for each in operands:
@@ -65,14 +66,51 @@ class ReplacedParameter:
             raise _error(changed[0], name)
         return result
 
+    @classmethod
+    def _is_harmless(cls, accessor: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Return whether a use that is refused of a trained parameter is right for one of this class."""
+        return False
+
+
+class ReplacedFrozenParameter(ReplacedParameter):
+    """Mixed into the class of a frozen parameter that a sharded one has replaced.
+
+    A module that is not sharded may go on using it, such as a teacher that shares its student's embedding. Only what
+    would change the values, or train them, is refused.
+    """
+
+    @classmethod
+    def _is_harmless(cls, accessor: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        if name == "grad":
+            return accessor == "__get__" or args[-1] is None
+        if name in ("requires_grad", "requires_grad_"):
+            wanted = kwargs.get("requires_grad", args[1] if len(args) > 1 else True)
+            return not wanted
+        if name == "data" and accessor == "__set__":
+            # ``module.to(device)`` sets the values that were there, perhaps on another device.
+            with torch._C.DisableTorchFunctionSubclass():
+                old, new = args
+                return bool(new.dtype is old.dtype and new.shape == old.shape and torch.equal(new.to(old.device), old))
+        return False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Return a copy of the class that the parameter had, which may be written and trained."""
+        own: Any = self
+        made: Any = torch.Tensor._make_subclass(type(self).__bases__[1], own.detach().clone(), False)
+        memo[id(self)] = made
+        return made
+
 
 def replace_original(original: torch.Tensor, sharded: torch.Tensor, words: str) -> None:
-    """Refuse uses of ``original`` that have no effect, and reads of it once ``sharded`` has changed."""
+    """Refuse uses of ``original`` that have no effect, and reads of it once ``sharded`` has been trained."""
     group = group_of_parameter(sharded)
     if group is None or type(original).__torch_function__ is not torch._C._disabled_torch_function_impl:
         return
-    original.__class__ = _class_of(type(original))
-    is_old = functools.partial(_is_old, weakref.ref(group), _count_changes(group))
+    mixin = ReplacedParameter if original.requires_grad else ReplacedFrozenParameter
+    original.__class__ = _class_of(mixin, type(original))
+    is_old: Callable[[], bool] = functools.partial(_is_old, weakref.ref(group), _count_changes(group))
+    if mixin is ReplacedFrozenParameter:
+        is_old = functools.partial(_is_trained_and_old, weakref.ref(sharded), is_old)
     vars(original).update(_fsdp_words=words, _fsdp_is_old=is_old)
 
 
@@ -86,9 +124,15 @@ def _is_old(reference: weakref.ref[ParameterGroup], before: int) -> bool:
     return group is None or _count_changes(group) != before
 
 
+def _is_trained_and_old(reference: weakref.ref[torch.Tensor], is_old: Callable[[], bool]) -> bool:
+    # The number of changes is that of the whole group, whose other parameters may be trained.
+    sharded = reference()
+    return sharded is not None and sharded.requires_grad and is_old()
+
+
 @functools.cache
-def _class_of(kind: type) -> Any:
-    return type(f"Replaced{kind.__name__}", (ReplacedParameter, kind), {"__module__": __name__})
+def _class_of(mixin: type, kind: type) -> Any:
+    return type(f"Replaced{kind.__name__}", (mixin, kind), {"__module__": __name__})
 
 
 _DUNDERS = {"truediv": "div", "floordiv": "floor_divide", "mod": "remainder", "setitem": "copy"}

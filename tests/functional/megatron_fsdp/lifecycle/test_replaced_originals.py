@@ -1,5 +1,6 @@
 """The original tensor of a parameter, from before fully_shard: uses without an effect are refused, in lists too."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -54,16 +55,53 @@ def test_a_use_without_effect_of_a_replaced_parameter_is_refused(use: str) -> No
     assert "fix:" in str(refused.value)
 
 
+# Nothing changes when they are done to a frozen parameter.
+HARMLESS = ("clipping by norm", "reading gradients", "dropping gradients", "freezing", "freezing by attribute")
+# Not for frozen parameters: PyTorch raises its own errors, for plain ones too.
+OF_TRAINED = ("hooking", "clipping by value")
+
+
 @on_ranks(2)
-def test_uses_without_effect_of_a_replaced_frozen_parameter_are_refused() -> None:
+def test_of_a_replaced_frozen_parameter_only_changes_are_refused() -> None:
     _, old = sharded_with_old(is_frozen=True)
     for words, use in WITHOUT_EFFECT.items():
-        if words != "hooking":
+        if words in HARMLESS:
+            use(old[:2])
+        elif words not in OF_TRAINED:
             with torch.no_grad(), pytest.raises(StateError, match=r"parameter 'weight'.*before fully_shard"):
                 use(old[:2])
-    with pytest.raises(StateError, match=r"parameter 'weight'.*before fully_shard"):
-        old[0].requires_grad_(True)
+    for unfreeze in (lambda: old[0].requires_grad_(), lambda: setattr(old[0], "requires_grad", True)):
+        with pytest.raises(StateError, match=r"parameter 'weight'.*before fully_shard"):
+            unfreeze()
     assert not old[0].requires_grad
+
+
+@on_ranks(2)
+def test_a_teacher_may_share_a_frozen_weight_with_a_sharded_student() -> None:
+    student, teacher = (nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 3)) for _ in range(2))
+    student[0].requires_grad_(False)
+    teacher[0].weight = student[0].weight
+    tokens = torch.arange(5)
+    wanted = teacher(tokens).detach()
+    fully_shard(student)
+    optimizer = torch.optim.SGD([p for p in student.parameters() if p.requires_grad], lr=0.1)
+    student(tokens).sum().backward()
+    optimizer.step()
+    teacher.to("cpu").eval().requires_grad_(False)
+    duplicate = copy.deepcopy(teacher)
+    assert torch.equal(teacher(tokens), wanted)
+    assert torch.equal(duplicate(tokens), wanted)
+    duplicate[0].weight.data.mul_(2)
+    assert torch.equal(teacher(tokens), wanted)
+    assert type(duplicate[0].weight) is nn.Parameter
+    with pytest.raises(StateError, match=r"parameter '0\.weight'.*before fully_shard"):
+        teacher.double()
+    # From now on the student's values are others.
+    student.requires_grad_(True)
+    student(tokens).sum().backward()
+    torch.optim.SGD(student.parameters(), lr=0.1).step()
+    with pytest.raises(StateError, match=r"parameter '0\.weight'.*before fully_shard"):
+        teacher(tokens)
 
 
 @pytest.mark.parametrize("use", READING)
