@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -205,9 +205,9 @@ def _map_leaf(function: Callable[[torch.Tensor], torch.Tensor], leaf: Any) -> An
         data = function(leaf.data)
         indices = [None if each is None else function(each) for each in leaf[2:]]
         return leaf if data is leaf.data else PackedSequence(data, leaf.batch_sizes, *indices)
-    # ``type`` as in ``iterate_tensors``.
-    if issubclass(type(leaf), MutableMapping):
-        return _map_mapping(function, leaf)
+    # ``type`` as in ``iterate_tensors``. A copy of another mapping could share its members with the original.
+    if issubclass(type(leaf), (dict, collections.UserDict)):
+        return _map_dict(function, leaf)
     if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
         return leaf
     fields = {field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf) if field.init}
@@ -216,8 +216,8 @@ def _map_leaf(function: Callable[[torch.Tensor], torch.Tensor], leaf: Any) -> An
     return dataclasses.replace(leaf, **changes) if changes else leaf
 
 
-def _map_mapping(function: Callable[[torch.Tensor], torch.Tensor], old: Any) -> Any:
-    """Return a copy of a mapping that PyTorch's pytree does not know, such as Hugging Face's ``BatchEncoding``."""
+def _map_dict(function: Callable[[torch.Tensor], torch.Tensor], old: Any) -> Any:
+    """Return a copy of a dictionary that PyTorch's pytree does not know, such as Hugging Face's ``BatchEncoding``."""
     mapped = {key: map_tensors(function, value) for key, value in old.items()}
     changes = {key: value for key, value in mapped.items() if value is not old[key]}
     if not changes:

@@ -459,7 +459,7 @@ class FSDPModule:
         unit = unit_of(self)
         if unit.is_in_forward:
             places = [place[:2] for group in unit.groups for place in group.fsdp_params.module_infos.places]
-            return apply_in_forward(places, fn, lambda: super(FSDPModule, self)._apply(fn, recurse))  # type: ignore[misc]
+            return apply_in_forward(unit, places, fn, lambda: super(FSDPModule, self)._apply(fn, recurse))  # type: ignore[misc]
         _refuse_held(unit, "a conversion (to(), half(), to_empty() and the like)")
         settle(unit.root)
         unit.check_replaced_params()

@@ -80,6 +80,7 @@ def apply_to_group(
 
 
 def apply_in_forward(
+    unit: Unit,
     places: Sequence[tuple[dict[str, Any], str]],
     function: Callable[[torch.Tensor], torch.Tensor],
     apply_to_others: Callable[[], nn.Module],
@@ -112,6 +113,8 @@ def apply_in_forward(
     finally:
         for registry, name, weight in held:
             registry[name] = weight
+        for group in unit.groups:
+            group.fsdp_params.module_infos.tell_modules()
 
 
 class InnerApply:
@@ -140,7 +143,7 @@ class InnerApply:
         unit.check_replaced_params()
         if unit.is_in_forward:
             places = [(module._parameters, name) for name in self._groups]
-            return apply_in_forward(places, function, lambda: apply(module, function, recurse))
+            return apply_in_forward(unit, places, function, lambda: apply(module, function, recurse))
         unit.reshard()
         wait_for_host_reads()
         held = {name: module._parameters[name] for name in self._groups}

@@ -65,7 +65,7 @@ def megatron_processes(**options: Any) -> Iterator[None]:
         try:
             yield
         finally:
-            # It only forgets the groups, each of which has a thread.
+            # This forgets the groups, but does not destroy them. Each gloo group has a thread.
             parallel_state.destroy_model_parallel()
             for group in groups:
                 dist.destroy_process_group(group)

@@ -145,6 +145,28 @@ def test_a_move_in_forward_that_changes_nothing_is_allowed(is_unit: bool) -> Non
         assert twins.gradients_apart() < 1e-3
 
 
+class MovingLSTM(nn.Module):
+    """Moves an LSTM, which keeps further references to its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent = nn.LSTM(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.recurrent.to(torch.float32)
+        output: torch.Tensor = self.recurrent(x)[0]
+        return output
+
+
+@on_ranks(2)
+def test_an_lstm_may_be_moved_in_forward() -> None:
+    for units in (lambda model: [model[0]], lambda model: [model[0].recurrent], lambda model: []):
+        twins = Twins(lambda: nn.Sequential(MovingLSTM(), nn.Linear(3, 3)), units=units)
+        twins.backward(loss=loss)
+        twins.backward(1, loss=loss)
+        assert twins.gradients_apart() < 1e-3
+
+
 @pytest.mark.parametrize("index", range(len(IN_FORWARD)))
 @on_ranks(2)
 def test_a_move_in_forward_that_changes_a_gathered_weight_is_refused_by_name(index: int) -> None:

@@ -1,6 +1,7 @@
 """Tensors in nested arguments and outputs."""
 
 import collections
+import collections.abc
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -86,3 +87,32 @@ def test_lengths_of_a_packed_sequence_stay_on_the_cpu() -> None:
     assert all(each is not None and each.is_meta for each in on_meta)
     assert torch.equal(moved.batch_sizes, packed.batch_sizes)
     assert map_tensors(lambda tensor: tensor, packed) is packed
+
+
+class Shared(collections.abc.MutableMapping[str, Any]):
+    """A mapping whose shallow copy shares its members."""
+
+    def __init__(self, members: dict[str, Any]) -> None:
+        self.members = members
+
+    def __getitem__(self, key: str) -> Any:
+        return self.members[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.members[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self.members[key]
+
+    def __iter__(self) -> collections.abc.Iterator[str]:
+        return iter(self.members)
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+
+def test_a_mapping_that_may_share_its_members_with_a_copy_is_left_as_it_is() -> None:
+    given = Shared({"a": one(1)})
+    assert found(given) == [1]
+    assert map_tensors(lambda tensor: tensor * 10, given) is given
+    assert found(given) == [1]
