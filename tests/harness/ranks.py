@@ -23,6 +23,8 @@ from tests.harness.process import WorkerProcess
 
 Result = TypeVar("Result")
 
+# Only a hang reaches it: a call takes seconds, and a minute where other programs write gigabytes to the same disk.
+TIMEOUT_S = 180.0
 # How long the other ranks may go on after the first failure: long enough for a peer to notice a closed connection.
 GRACE_S = 5.0
 CLEANUP_TIMEOUT_S = 30.0
@@ -32,7 +34,7 @@ def run_ranks(
     world_size: int,
     function: Callable[..., Result],
     *args: object,
-    timeout: float = 60.0,
+    timeout: float = TIMEOUT_S,
     fresh: bool = False,
     backend: str = "gloo",
 ) -> list[Result]:

@@ -21,11 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from tests.harness.ranks import TIMEOUT_S
 from tests.mutation.mutants import Mutant, mutated
 
 ROOT = Path(__file__).resolve().parents[2]
-# A rank that waits for ever is ended by the harness after 60 s.
-OVERHEAD_S = 90.0
+# Ranks that wait for ever are ended by the harness first.
+OVERHEAD_S = TIMEOUT_S + 30.0
 PRELOADED = (
     "matplotlib.figure",
     "numpy",

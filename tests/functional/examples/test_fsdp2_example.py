@@ -80,7 +80,7 @@ def test_the_engine_is_chosen_in_one_import() -> None:
 def test_torchrun_trains_on_two_ranks(engine: str, tmp_path: Path) -> None:
     options = ["--engine", engine, "--steps", "3", "--checkpoint", str(tmp_path)]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run([*launcher, str(SCRIPT), *options], capture_output=True, text=True, timeout=240, check=True)
+    done = subprocess.run([*launcher, str(SCRIPT), *options], capture_output=True, text=True, timeout=300, check=True)
     printed = [line for line in done.stdout.splitlines() if line.startswith(f"{engine}: step ")]
     assert len(printed) == 3
     assert (tmp_path / "state.pt").exists()

@@ -7,6 +7,7 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
@@ -46,43 +47,49 @@ with StopSignal() as stop:
 """
 
 
-def start(folder: Path, code: str, num_ranks: int = 2) -> "subprocess.Popen[str]":
-    """Start the code on some ranks."""
+@contextmanager
+def started(folder: Path, code: str, num_ranks: int = 2) -> "Iterator[subprocess.Popen[str]]":
+    """Run the code on some ranks, which end with the block at the latest."""
     (folder / "script.py").write_text(code)
     path = os.pathsep.join(str(ROOT / name) for name in ("", "kernels", "examples"))
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     environment = {**os.environ, "PYTHONPATH": path}
-    return subprocess.Popen([*COMMAND, str(num_ranks), "script.py"], cwd=folder, env=environment, text=True, **pipes)  # type: ignore[call-overload,no-any-return]
+    command, pipe = [*COMMAND, str(num_ranks), "script.py"], subprocess.PIPE
+    with subprocess.Popen(command, cwd=folder, env=environment, text=True, stdout=pipe, stderr=pipe) as job:
+        try:
+            yield job
+        finally:
+            job.terminate()
 
 
 def test_one_rank_under_torchrun_is_a_job_of_one(tmp_path: Path) -> None:
-    job = start(tmp_path, STARTS, num_ranks=1)
-    said, errors = job.communicate(timeout=120)
+    with started(tmp_path, STARTS, num_ranks=1) as job:
+        said, errors = job.communicate(timeout=300)
     assert (said, job.returncode) == ("1\n", 0), errors
 
 
 def test_an_error_that_every_rank_has_is_one_line(tmp_path: Path) -> None:
-    job = start(tmp_path, SAYS_WHY)
-    assert (job.communicate(timeout=300)[1], job.returncode) == ("pretrain_gpt.py: error: found 3\n", 2)
+    with started(tmp_path, SAYS_WHY) as job:
+        _, errors = job.communicate(timeout=300)
+    assert (errors, job.returncode) == ("pretrain_gpt.py: error: found 3\n", 2)
 
 
 def test_a_rank_that_dies_without_a_word_is_reported_by_torchrun(tmp_path: Path) -> None:
-    job = start(tmp_path, "raise SystemExit(7)")
-    said = job.communicate(timeout=300)[1]
+    with started(tmp_path, "raise SystemExit(7)") as job:
+        _, errors = job.communicate(timeout=300)
     assert job.returncode != 0
-    assert "ChildFailedError" in said
-    assert "exitcode  : 7" in said
+    assert "ChildFailedError" in errors
+    assert "exitcode  : 7" in errors
 
 
 def test_ctrl_c_lets_the_ranks_end_and_is_no_error(tmp_path: Path) -> None:
-    job = start(tmp_path, ENDS_WHEN_ASKED)
-    while job.poll() is None and not all((tmp_path / f"ready-{rank}").exists() for rank in range(2)):
-        time.sleep(0.01)
-    # A terminal sends the signal to torchrun alone: each rank leads its own session.
-    job.send_signal(signal.SIGINT)
-    _, said = job.communicate(timeout=120)
+    with started(tmp_path, ENDS_WHEN_ASKED) as job:
+        while job.poll() is None and not all((tmp_path / f"ready-{rank}").exists() for rank in range(2)):
+            time.sleep(0.01)
+        # A terminal sends the signal to torchrun alone: each rank leads its own session.
+        job.send_signal(signal.SIGINT)
+        _, errors = job.communicate(timeout=300)
     assert [(tmp_path / f"ended-{rank}").read_text() for rank in range(2)] == ["Ctrl-C"] * 2
-    assert (job.returncode, said.count("Ctrl-C: the step under way is finished first")) == (130, 1)
+    assert (job.returncode, errors.count("Ctrl-C: the step under way is finished first")) == (130, 1)
 
 
 @pytest.fixture

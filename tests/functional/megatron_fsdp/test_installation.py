@@ -28,7 +28,7 @@ def site(tmp_path: Path) -> Path:
 def run(site: Path, code: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(site), "PYTHONDONTWRITEBYTECODE": "1"}
     return subprocess.run(
-        [sys.executable, "-c", code], env=environment, cwd=site, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code], env=environment, cwd=site, capture_output=True, text=True, timeout=300
     )
 
 

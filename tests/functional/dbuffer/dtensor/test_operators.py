@@ -116,7 +116,7 @@ ROWS = nightly_but(
 
 
 @pytest.mark.parametrize(("layout", "part"), ROWS)
-@on_ranks(lambda layout: num_ranks(layout), timeout=120)
+@on_ranks(lambda layout: num_ranks(layout))
 def test_operands_in_other_rows_are_brought_into_these(layout: str, part: int) -> None:
     found, mesh = [], make_mesh(layout)
     for number, (kind, (name, function)) in enumerate(product(OTHER_ROWS, MIXES.items())):

@@ -124,7 +124,7 @@ def test_ranks_that_miss_gradients_of_different_units_first_ask_over_one_mesh() 
     assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []
 
 
-@on_ranks(2, timeout=60)
+@on_ranks(2)
 def test_reports_of_a_failed_backward_do_not_affect_later_steps() -> None:
     unused = [f"{where}.{number}.{name}" for where in ("first", "second.branches") for number in (0, 1)
               for name in ("weight", "bias")]  # fmt: skip
@@ -147,7 +147,7 @@ def test_reports_of_a_failed_backward_do_not_affect_later_steps() -> None:
     assert first + [name for name, parameter in model.named_parameters() if parameter.grad is None] == unused
 
 
-@on_ranks(2, timeout=60)
+@on_ranks(2)
 def test_a_rank_that_ends_before_the_vote_is_reported_with_the_unit() -> None:
     _, model = make("optim_grads_params")
     ended = RuntimeError("[gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:1")
@@ -158,7 +158,7 @@ def test_a_rank_that_ends_before_the_vote_is_reported_with_the_unit() -> None:
         model(data(dist.get_rank(), 0), (0,)).square().mean().backward()
 
 
-@on_ranks(2, timeout=60)
+@on_ranks(2)
 def test_the_store_does_not_fill_up() -> None:
     # The store keeps keys of the last accumulation and of the first use.
     _, model = make("optim_grads_params")
@@ -217,7 +217,7 @@ NONE = (None, None, None)
     ("uses", "reentrant"),
     [(3, NONE), (1, NONE), (3, (True, True, True)), (0, (True, True, True)), (3, (True, True, None))],
 )
-@on_ranks(2, timeout=60)
+@on_ranks(2)
 def test_a_rank_that_uses_none_of_the_last_layers_reduces_them_when_the_others_do(
     uses: int, reentrant: Sequence[bool | None]
 ) -> None:

@@ -24,7 +24,7 @@ def test_a_model_in_the_current_folder_is_found(start: str, tmp_path: Path) -> N
     command += ["plan", "--factory", "mine:make", "--mesh", "2"]
     environment = {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=False
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr
     assert "mine:make: 20 parameters, on 2 ranks" in done.stdout
@@ -33,7 +33,9 @@ def test_a_model_in_the_current_folder_is_found(start: str, tmp_path: Path) -> N
 
 def test_a_reader_that_has_seen_enough_is_no_error() -> None:
     command = f"{sys.executable} -m megatron_fsdp plan --model llama3-8b --mesh 8 --json | head -1"
-    done = subprocess.run(command, shell=True, env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        command, shell=True, env=ENVIRONMENT, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.stderr == ""
 
 
@@ -52,5 +54,5 @@ for words in ("--help", "--version", "plan --help", "plan --list-models", "check
 
 def test_help_lists_and_errors_of_the_command_line_need_no_torch() -> None:
     command = [sys.executable, "-c", WITHOUT_TORCH]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr

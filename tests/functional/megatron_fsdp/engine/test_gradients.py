@@ -134,7 +134,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-@on_ranks(2, timeout=20)
+@on_ranks(2)
 def test_gradients_and_weights_equal_those_of_a_whole_model_with(name: str) -> None:
     result = compare(CASES[name])
     assert result.is_exact, result

@@ -75,7 +75,7 @@ WAYS: tuple[dict[str, Any], ...] = (
 
 
 @pytest.mark.parametrize("name", CASES)
-@on_ranks(2, timeout=60)
+@on_ranks(2)
 def test_a_loss_reaches_weights_by(name: str) -> None:
     # Each case runs with the default, which releases weights after forward, and with one of the two other ways.
     for way in (WAYS[0], WAYS[1 + list(CASES).index(name) % 2]):

@@ -305,7 +305,7 @@ def test_other_partial_gradients_are_refused() -> None:
         Placements((0,), (Replicate(),), (Partial("max"),), (Flat(),))
 
 
-@on_ranks(3, timeout=60)
+@on_ranks(3)
 def test_amsgrad_trains_together_with_an_empty_parameter() -> None:
     twins = Twins(
         lambda: Made(

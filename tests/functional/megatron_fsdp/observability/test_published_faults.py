@@ -127,7 +127,7 @@ def complaints() -> Iterator[tuple[str, str]]:
                 yield name, ""
 
 
-@on_ranks(4, timeout=120)
+@on_ranks(4)
 def test_the_check_names_parameter_and_factor_of_every_fault_of_gradients() -> None:
     for name, complaint in complaints():
         words = FAULTS[name][-1]

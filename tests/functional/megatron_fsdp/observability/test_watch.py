@@ -186,7 +186,7 @@ UNEVEN: dict[str, Callable[[Any, torch.Tensor, int], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("kind", UNEVEN)
-@on_ranks(3, timeout=60)
+@on_ranks(3)
 def test_ranks_that_use_different_parameters_still_agree_and_train_as_a_whole_model(kind: str) -> None:
     def build() -> nn.Module:
         return Made(UNEVEN[kind], first=Block(), second=Block(), head=nn.Linear(7, 7), extra=nn.Linear(7, 7))
@@ -317,7 +317,7 @@ def test_replicas_over_tensor_parallel_ranks_are_compared_on_all_ranks() -> None
     assert str(error.value).splitlines()[0].endswith("parameter '0.bias' of unit 'Sequential': rank 2 against rank 3")
 
 
-@on_ranks(3, timeout=60)
+@on_ranks(3)
 def test_a_rank_that_left_its_watch_is_not_taken_for_dead() -> None:
     model, tokens = sharded_model(), draw_tokens(dist.get_rank())
     train_past_the_comparison_of_orders(model)
