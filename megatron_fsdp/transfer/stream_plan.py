@@ -79,9 +79,10 @@ class StreamReport:
     Attributes:
         num_tensors, tensor_bytes: of the receiver's tensors.
         num_buckets, largest_bucket_bytes: of the buckets.
+        bucket_memory_bytes: of the two buckets that have memory at a time; a third one takes over the first one's.
         received_bytes: received by this rank from other ranks, including padding.
         num_gathers: collectives of whole units; windows of units larger than a bucket count each.
-        peak_bytes: additional memory: two buckets, ``scratch_bytes`` and ``adapter_bytes``.
+        peak_bytes: memory above rest: ``bucket_memory_bytes + scratch_bytes + adapter_bytes``.
         scratch_bytes: to assemble tensor-parallel parts. adapter_bytes: of LoRA weights that are merged.
 
     Example:
@@ -93,6 +94,7 @@ class StreamReport:
     tensor_bytes: int
     num_buckets: int
     largest_bucket_bytes: int
+    bucket_memory_bytes: int
     received_bytes: int
     num_gathers: int
     scratch_bytes: int
@@ -101,7 +103,7 @@ class StreamReport:
     @property
     def peak_bytes(self) -> int:
         """Memory above rest."""
-        return min(2, self.num_buckets) * self.largest_bucket_bytes + self.scratch_bytes + self.adapter_bytes
+        return self.bucket_memory_bytes + self.scratch_bytes + self.adapter_bytes
 
     def __str__(self) -> str:
         more = "".join(
@@ -292,6 +294,7 @@ def _aligned(num_bytes: int) -> int:
 
 
 def _report(buckets: Sequence[PlannedBucket], adapter_bytes: int) -> StreamReport:
+    sizes = [bucket.num_bytes for bucket in buckets]
     entries = [entry for bucket in buckets for entry in bucket.entries]
     pieces = [placed.piece for bucket in buckets for placed in bucket.pieces]
     received = 0
@@ -303,7 +306,8 @@ def _report(buckets: Sequence[PlannedBucket], adapter_bytes: int) -> StreamRepor
         num_tensors=len(entries),
         tensor_bytes=sum(entry.num_bytes for entry in entries),
         num_buckets=len(buckets),
-        largest_bucket_bytes=max((bucket.num_bytes for bucket in buckets), default=0),
+        largest_bucket_bytes=max(sizes, default=0),
+        bucket_memory_bytes=max(sizes[::2], default=0) + max(sizes[1::2], default=0),
         received_bytes=received,
         num_gathers=sum(len(bucket.units) for bucket in buckets),
         scratch_bytes=max((sum(each.scratch_bytes for each in bucket.pieces) for bucket in buckets), default=0),

@@ -96,6 +96,8 @@ def test_a_plain_mask_times_a_weight_is_refused_by_the_parameters_name() -> None
 @on_ranks(2)
 def test_torch_jit_on_a_sharded_model_is_refused() -> None:
     model = fully_shard(nn.Linear(6, 5))
+    # The whole of torch.jit is deprecated.
     warnings.simplefilter("ignore", DeprecationWarning)
+    warnings.simplefilter("ignore", FutureWarning)
     with pytest.raises(ConfigError, match=r"torch\.jit\.trace and torch\.jit\.script cannot compile"):
         torch.jit.trace(model, torch.ones(2, 6), check_trace=False)
