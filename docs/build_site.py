@@ -52,6 +52,7 @@ NAVIGATION: Mapping[str, Sequence[str]] = {
     "Start": ("README.md", "docs/quickstart.md", "docs/training_script.md", "docs/launch.md"),
     "Guides": (
         "docs/planning.md",
+        "docs/deepspeed.md",
         "docs/checkpoints.md",
         "docs/weights_to_inference.md",
         "docs/ranks_that_differ.md",

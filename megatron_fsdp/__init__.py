@@ -89,11 +89,14 @@ _HOMES = {
     "config.flags": "add_megatron_fsdp_args",
     "config.fsdp_config": "FsdpConfig",
     "dbuffer": "DBufferError LayoutError MeshError PlacementError ReadError StorageError",
+    "engine.fused_linear": "expert_matmul",
+    "engine.param_group": "ParameterGroup",
     "errors": (
         "AgreementError CheckpointError ConfigError FsdpError GradientScaleError NonfiniteGradientError OwnershipError "
         "StateError TransferError"
     ),
     "integrations.megatron.fully_shard_model": "fully_shard_model",
+    "lifecycle.module": "FSDPModule FsdpModule GradientReductionHandle UnshardHandle register_fsdp_forward_method",
     "meta_init": "materialize",
     "observability.checksum": "checksum unit_checksums",
     "observability.gradient_scale": "GradientScale check_gradient_scale",
@@ -122,9 +125,6 @@ _HOMES = {
     "transfer.weight_layout": "weight_layout",
     "uneven.join": "JoinedBatches join",
     "uneven.unsharded": "unsharded",
-    "engine.fused_linear": "expert_matmul",
-    "lifecycle.module": ("FSDPModule FsdpModule GradientReductionHandle UnshardHandle register_fsdp_forward_method"),
-    "engine.param_group": "ParameterGroup",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 

@@ -76,8 +76,9 @@ def update_requires_grad(root: Root) -> None:
     for unit in root.units():
         for group in unit.groups:
             changed = group.fsdp_params.changed_requires_grad()
-            for hook in root.hooks if changed else ():
-                hook.on_requires_grad_changed(unit, group, changed)
+            if changed:
+                for hook in root.hooks:
+                    hook.on_requires_grad_changed(unit, group, changed)
 
 
 # ---------------------------------------------------------------- backward reaches a call
@@ -91,10 +92,12 @@ def pre_backward(call: Call) -> None:  # noqa: C901  # in order of time
     """
     unit = call.unit
     root, state = unit.root, unit.root.backward
-    for hook in root.hooks if torch.is_grad_enabled() else ():
-        hook.on_recorded_backward(unit)
-    for hook in root.hooks if call.num_changes != unit.count_changes() else ():
-        hook.on_changed_weights(unit)
+    if torch.is_grad_enabled():
+        for hook in root.hooks:
+            hook.on_recorded_backward(unit)
+    if call.num_changes != unit.count_changes():
+        for hook in root.hooks:
+            hook.on_changed_weights(unit)
     begin_backward(root)
     task = task_id()
     if task != state.task:
@@ -197,19 +200,20 @@ def pre_recomputation(unit: Unit, module: nn.Module) -> None:
     begin_backward(root)
     if root.order is not None:
         root.order.before_recomputation(unit)
-    # A reentrant checkpoint ran the first forward without a graph, so no output was watched. The recomputation shows
-    # that backward has left the other units, except the units whose outputs are watched and the units around this one.
-    for other in active_units(root) if root.order is None else ():
-        if other is not unit and not is_watched(other) and unit.reference not in other.inner:
-            leave_unit(other)
-            post_backward(other)
+    else:
+        # A reentrant checkpoint ran the first forward without a graph, so no output was watched. The recomputation
+        # shows that backward has left the other units, except units with watched outputs and units around this one.
+        for other in active_units(root):
+            if other is not unit and not is_watched(other) and unit.reference not in other.inner:
+                leave_unit(other)
+                post_backward(other)
     if unit.open_call is not None or not is_watched(unit):
         unit.begin_call(module)
         if unit.open_call is not None:
             unit.open_call.num_changes = num_changes
             state.repeated[unit.reference] = unit.open_call
             # After a checkpoint that is not reentrant, the first call is the one in the graph.
-            unit.open_call.is_due = not unit.calls_to_come(state.number)
+            unit.open_call.is_expected = not unit.calls_to_come()
         unit.check_replaced_params()
     state.active[unit.reference] = None
     if has_changed:

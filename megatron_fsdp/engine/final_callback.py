@@ -41,8 +41,9 @@ def final_callback(root: Root) -> None:
     for hook in root.hooks:
         hook.after_backward()
     state.is_unfinished = state.is_manual
-    for hook in () if had_gradients else root.hooks:
-        hook.on_no_gradients(units)
+    if not had_gradients:
+        for hook in root.hooks:
+            hook.on_no_gradients(units)
     if listeners and state.is_last and not state.is_manual:
         tell("backward", root)
 
@@ -83,9 +84,10 @@ def _finalize(root: Root, units: list[Unit]) -> None:  # noqa: C901  # in order 
         # What follows changes ``main_grad``. If it raises, ``mark_incomplete`` compares the number.
         buffer.last_backward = root.backward.number
     sums = [buffer.binding.sum for buffer in buffers]
-    is_missing = 1 in b"".join([each.missing for each in sums if each is not None])
-    for hook in root.hooks if is_missing else ():
-        hook.on_missing(final)
+    is_missing = True in [1 in each.missing for each in sums if each is not None]
+    if is_missing:
+        for hook in root.hooks:
+            hook.on_missing(final)
     has_last = False in [unit.rests_final for unit in units]
     if has_last:
         finish_last(root, finals)

@@ -97,8 +97,9 @@ def _gather_for_forward(unit: Unit, module: nn.Module, given: Any) -> None:  # n
         root.order.before_call(unit)
     # 1. Look for changes that users made since the last forward.
     if unit.weight_state is not WeightState.SHARDED and unit.has_old_weights():
-        for hook in root.hooks if unit.num_holds else ():
-            hook.on_stale_hold(unit)
+        if unit.num_holds:
+            for hook in root.hooks:
+                hook.on_stale_hold(unit)
         unit.reshard()
     unit.check_replaced_params()
     root.release_lingering(unit)
@@ -154,7 +155,7 @@ def _record_beginning(unit: Unit) -> list[Unit]:
         # The unit needs no gather inside ``unsharded()``, and ranks may call it in any order there.
         return []
     root, current = unit.root, unit.root.forward_pass
-    current.begin_call(unit.reference)
+    current.record_begin(unit.reference)
     limit = root.backward.max_packed_buffers if torch.is_grad_enabled() else 1
     if root.prefetch_bytes is not None:
         return root.within_budget(alive(current.predicted[current.cursor :]))
@@ -199,12 +200,12 @@ def _close_call(unit: Unit, call: Call) -> None:
     unit.end_call(call)
     root, has_grad = unit.root, torch.is_grad_enabled()
     if call.is_pending:
-        root.forward_pass.end_call(unit.reference, call)
+        root.forward_pass.record_end(unit.reference, call)
         if root.order is not None:
             root.order.refuse_call(unit)
     elif unit.num_trained and has_grad:
         # This rank used no parameter of the unit, but other ranks may have, and all ranks gather it in backward.
-        root.forward_pass.end_call(unit.reference, None)
+        root.forward_pass.record_end(unit.reference, None)
     outermost = root.outermost()
     if unit.reshard_after_forward is None and outermost is not None and outermost.open_call is not None:
         # The weights stay until the next unit runs, because backward begins with the last unit of forward.

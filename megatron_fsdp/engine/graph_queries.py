@@ -20,9 +20,9 @@ def awaits_call(unit: Unit, end: float = math.inf) -> bool:
     """Return whether this backward will reach another call of the unit that began at or before ``end``."""
     state = unit.root.backward
     repeated = state.repeated.get(unit.reference) if state.repeated else None
-    if repeated is not None and repeated.is_due and not repeated.entered_in and repeated.begin <= end:
+    if repeated is not None and repeated.is_expected and not repeated.entered_in and repeated.begin <= end:
         return True
-    calls = unit.calls_to_come(state.number, end)
+    calls = unit.calls_to_come(end)
     return bool(calls) and (_awaits_gradients(unit) or _another_unit_proves(unit.root, calls, end))
 
 
@@ -42,7 +42,7 @@ def _another_unit_proves(root: Root, calls: Sequence[Call], end: float) -> bool:
         reached = root.backward.oldest_calls.get(other.reference)
         has_passed = reached is not None and reached.first_begin() > end
         if has_passed:
-            to_come = other.calls_to_come(root.backward.number)
+            to_come = other.calls_to_come()
             if to_come and to_come[-1].forward_pass in passes and _awaits_gradients(other):
                 return True
     return False

@@ -1,7 +1,8 @@
 """Loops over all parameters of a group that run in C.
 
-Parameters of a unit are of classes of this library, whose attributes cost a Python call each. Each function names the
-factor by which a plain loop over nine of them takes longer (torch 2.13 on a CPU, the shortest of 200 runs of either).
+Parameters of a unit are of classes of this library, whose attributes cost a Python call each. The number in brackets is
+the factor by which a plain loop over nine of them takes longer (torch 2.13 on a CPU, the shortest of 200 runs of
+either).
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def leave_unit(unit: Unit) -> None:
     """Mark a unit as left by backward, and release its weights unless ``reshard_after_backward`` is False."""
     state = unit.root.backward
     state.active.pop(unit.reference, None)
-    unit.drop_entered(state.number)
+    unit.drop_entered()
     if unit.reshard_after_backward:
         unit.reshard()
 

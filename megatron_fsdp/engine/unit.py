@@ -71,7 +71,7 @@ class ForwardPass:
         self.ended: list[weakref.ref[Unit]] = []
         self.first_begins: dict[weakref.ref[Unit], int] = {}
 
-    def begin_call(self, unit: weakref.ref[Unit]) -> None:
+    def record_begin(self, unit: weakref.ref[Unit]) -> None:
         """Record that a call of a unit begins, and move the cursor behind the unit."""
         if len(self.begun) < _MAX_CALLS:
             self.begun.append(unit)
@@ -96,7 +96,7 @@ class ForwardPass:
                     break
         return ahead
 
-    def end_call(self, unit: weakref.ref[Unit], call: Call | None) -> None:
+    def record_end(self, unit: weakref.ref[Unit], call: Call | None) -> None:
         """Record that a call of a unit has ended, which backward may come to.
 
         Args:
@@ -132,13 +132,13 @@ class Call:
         forward_pass: the pass that the call ended in; None if the call ran in a backward, or if backward does not
             come through its outputs. position: the place of the call in ``forward_pass.ended``.
         is_pending: True while the call is in ``Unit.pending_calls``.
-        is_due: True for a call that a reentrant checkpoint made in a backward, which will come to this call.
+        is_expected: True for a call that a reentrant checkpoint made in a backward, which will come to this call.
         entered_in: the number of the last backward that reached its outputs; 0 for none so far. task: autograd's
             number of the graph in which it did; a graph inside of another has the higher number.
     """
 
     __slots__ = (
-        "__weakref__", "_unit", "begin", "end", "entered_in", "first_node", "forward_pass", "is_due", "is_pending",
+        "__weakref__", "_unit", "begin", "end", "entered_in", "first_node", "forward_pass", "is_expected", "is_pending",
         "num_changes", "position", "task",
     )  # fmt: skip
 
@@ -148,7 +148,7 @@ class Call:
         self.first_node = _next_sequence_number()
         self.forward_pass: ForwardPass | None = None
         self.position = 0
-        self.is_pending = self.is_due = False
+        self.is_pending = self.is_expected = False
         self.entered_in = self.task = 0
         self.num_changes = 0
 
@@ -414,17 +414,18 @@ class Unit:
         self.root.clock += 1
         call.end = self.root.clock
 
-    def calls_to_come(self, backward: int, end: float = math.inf) -> list[Call]:
+    def calls_to_come(self, end: float = math.inf) -> list[Call]:
         """Return the pending calls that began at or before ``end`` and that this backward has not entered."""
+        backward = self.root.backward.number
         return [
             call
             for reference in self.pending_calls
             if (call := reference()) is not None and call.entered_in != backward and call.begin <= end
         ]
 
-    def drop_entered(self, backward: int) -> None:
+    def drop_entered(self) -> None:
         """Drop the pending calls that this backward has entered; with a retained graph another may enter them again."""
-        kept = []
+        backward, kept = self.root.backward.number, []
         for reference in self.pending_calls:
             call = reference()
             if call is not None:

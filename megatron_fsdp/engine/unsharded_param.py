@@ -239,7 +239,7 @@ def _released(args: Iterable[Any], kwargs: dict[str, Any], name: str) -> Storage
     nested = [item for operand in operands if isinstance(operand, (list, tuple)) for item in operand]
     weight = next(item for item in (*operands, *nested) if isinstance(item, ReleasedWeight))
     return StorageError(
-        f"{weight._fsdp_handle.words}: {name} of its gathered weight, which was released when the unit resharded. Read "
-        "the parameter that the module shows now (a DTensor; full_tensor() gathers it), or use weights inside their "
-        "unit's forward only; model.unshard() brings them back."
+        f"{weight._fsdp_handle.words}: {name} of its gathered weight, which was released when the unit resharded. fix: "
+        "read the parameter that the module shows now (a DTensor; full_tensor() gathers it), use weights only inside "
+        "their unit's forward, or call model.unshard() first"
     )

@@ -32,7 +32,7 @@ def exact_norm(
     if order not in (1.0, 2.0, math.inf):
         raise ConfigError(
             f'clip_grad_norm_: norm_type={order} with MixedPrecisionPolicy(reduction="invariant"), which has norms '
-            "that no sharding changes of the orders 1, 2 and inf; give one of these"
+            "that no sharding changes of the orders 1, 2 and inf. fix: give one of these"
         )
     largest = _largest(spread, device)
     if order == math.inf:

@@ -213,16 +213,18 @@ def _scale(tensor: torch.Tensor, factor: torch.Tensor) -> None:
 def _refuse_norm(model: object, norm_type: float) -> NoReturn:
     """Raise a ``ConfigError`` that says what ``clip_grad_norm_`` takes."""
     if isinstance(model, nn.Module):
-        raise ConfigError(f"clip_grad_norm_: norm_type={norm_type}; supported are numbers above 0, and inf")
+        raise ConfigError(
+            f"clip_grad_norm_: norm_type={norm_type} is not supported. fix: give a number above 0, or inf"
+        )
     raise ConfigError(
-        f"clip_grad_norm_: found a {type(model).__name__}, wanted the model. Give the model itself, or its "
-        "parameters to torch.nn.utils.clip_grad_norm_."
+        f"clip_grad_norm_: found a {type(model).__name__}, wanted the model. fix: give the model itself, or "
+        "its parameters to torch.nn.utils.clip_grad_norm_."
     )
 
 
 def _refuse_pending(name: str) -> NoReturn:
     """Raise a ``StateError`` for the gradients of a unit that are still being summed up."""
     raise StateError(
-        f"{name}: clip_grad_norm_ before gradients are final; run the last microbatch's backward "
-        "with synchronization (outside of no_sync, or after set_requires_gradient_sync(True))"
+        f"{name}: clip_grad_norm_ before gradients are final. fix: run the last microbatch's "
+        "backward with synchronization (outside of no_sync, or after set_requires_gradient_sync(True))"
     )

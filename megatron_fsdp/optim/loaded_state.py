@@ -99,8 +99,8 @@ def refuse_split_weights(optimizer: Optimizer, *_: Any) -> None:
             name = next(name for name, param in group.parameters.items() if param is parameter)
             raise ConfigError(
                 f"{type(optimizer).__name__}: parameter {name!r} of unit {group.name!r} is the bf16 half of an FP32 "
-                "weight (split_main_params=True), which an optimizer of torch.optim would round in every step. Use "
-                "megatron_fsdp.AdamW, or shard that unit with split_main_params=False."
+                "weight (split_main_params=True), which an optimizer of torch.optim would round in every step. "
+                "fix: use megatron_fsdp.AdamW, or shard that unit with split_main_params=False."
             )
 
 

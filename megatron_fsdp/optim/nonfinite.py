@@ -67,7 +67,9 @@ def check_gradients(model: nn.Module, norm: torch.Tensor, nonfinite: str = "rais
 def check_policy(what: str, nonfinite: str) -> None:
     """Refuse what is no policy."""
     if nonfinite not in POLICIES:
-        raise ConfigError(f"{what}(nonfinite={nonfinite!r}): wanted one of {', '.join(map(repr, POLICIES))}")
+        raise ConfigError(
+            f"{what}(nonfinite={nonfinite!r}) is unknown. fix: give one of {', '.join(map(repr, POLICIES))}"
+        )
 
 
 def may_step(norm: torch.Tensor, nonfinite: str, readings: Callable[[], Sequence[Reading]]) -> bool:
@@ -82,7 +84,8 @@ def may_step(norm: torch.Tensor, nonfinite: str, readings: Callable[[], Sequence
     text = f"gradient norm {value}: {_describe(list(readings()))}"
     if nonfinite == "raise":
         raise NonfiniteGradientError(
-            f'{text}. No weight was changed by this step; nonfinite="skip" leaves such steps out.'
+            f"{text}. No weight was changed by this step. fix: look at the data of this step, or leave such steps out "
+            'with nonfinite="skip"'
         )
     _LOG.warning("step skipped on all ranks: %s", text)
     return False

@@ -89,8 +89,8 @@ class Piece:
         return self.stop - self.start
 
     @property
-    def split(self) -> TensorParallel | None:
-        """How the weights are cut along axes that are not data-parallel; None for whole ones."""
+    def tensor_parallel(self) -> TensorParallel | None:
+        """The tensor-parallel sharding of the weights; None for whole ones."""
         return self.group.owned[0].tensor_parallel
 
 
@@ -191,22 +191,22 @@ def gather_regions(gathers: Sequence[RegionGather], works: list[dist.Work]) -> N
 # ---------------------------------------------------------------- tensor- and expert-parallel parts
 
 
-def assemble(local: Sequence[torch.Tensor], split: TensorParallel, out: Sequence[torch.Tensor]) -> None:
+def assemble(local: Sequence[torch.Tensor], tensor_parallel: TensorParallel, out: Sequence[torch.Tensor]) -> None:
     """Put tensor-parallel parts together: one all-gather for each axis that cuts them, whatever their number.
 
     Args:
         local: this rank's part of each weight, whole along the data-parallel axes.
         out: receives the whole weights. Every rank of the parameters' own mesh has to call it.
     """
-    axes = mesh_axes(split.mesh)
+    axes = mesh_axes(tensor_parallel.mesh)
     current = list(local)
     for position in reversed(range(len(axes))):
-        placement = split.placements[position]
+        placement = tensor_parallel.placements[position]
         if not placement.is_shard():
             continue
         dim: int = placement.dim  # type: ignore[attr-defined]  # a Shard
         axis = axes[position]
-        shapes = [_local_shape(tuple(each.shape), split, axes[:position]) for each in out]
+        shapes = [_local_shape(tuple(each.shape), tensor_parallel, axes[:position]) for each in out]
         cuts = [_chunks(shape[dim], axis.size) for shape in shapes]
         # The first rank's part is the largest; shorter ones are filled up.
         sizes = [math.prod(shape) // max(shape[dim], 1) * len(cut[0]) for shape, cut in zip(shapes, cuts, strict=True)]
@@ -222,10 +222,10 @@ def assemble(local: Sequence[torch.Tensor], split: TensorParallel, out: Sequence
         target.copy_(whole)
 
 
-def _local_shape(shape: tuple[int, ...], split: TensorParallel, axes: Sequence[MeshAxis]) -> tuple[int, ...]:
+def _local_shape(shape: tuple[int, ...], tensor_parallel: TensorParallel, axes: Sequence[MeshAxis]) -> tuple[int, ...]:
     """Return the shape of this rank's part after the first axes alone have cut a weight."""
     found = list(shape)
-    for axis, placement in zip(axes, split.placements, strict=False):
+    for axis, placement in zip(axes, tensor_parallel.placements, strict=False):
         if placement.is_shard():
             dim: int = placement.dim  # type: ignore[attr-defined]  # a Shard
             found[dim] = len(_chunks(found[dim], axis.size)[axis.rank])

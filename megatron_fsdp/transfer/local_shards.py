@@ -86,18 +86,20 @@ def _shard(each: CatalogGroup, weight: ShardedWeight) -> LocalShard:
     main, owned = group.weights.main, group.owned[weight.index]
     parameter = group.fsdp_params.sharded_params[weight.index]
     assert isinstance(parameter, DTensor)
-    split, cut = owned.tensor_parallel, set(flat_axes(main.placements))
-    if split is None:
+    tensor_parallel, cut = owned.tensor_parallel, set(flat_axes(main.placements))
+    if tensor_parallel is None:
         replicas = _alike(main.mesh, cut)
     else:
         # A tensor-parallel parameter's own axes come first, then the buffer's (two axes that cut the buffer count as
         # one).
-        own = {axis for axis, placement in enumerate(split.placements) if placement.is_shard()}
+        own = {axis for axis, placement in enumerate(tensor_parallel.placements) if placement.is_shard()}
         mesh = parameter.device_mesh
-        is_one = mesh.ndim < split.mesh.ndim + len(main.placements)
-        replicas = _alike(mesh, own | ({mesh.ndim - 1} if is_one else {split.mesh.ndim + axis for axis in cut}))
+        is_one = mesh.ndim < tensor_parallel.mesh.ndim + len(main.placements)
+        replicas = _alike(
+            mesh, own | ({mesh.ndim - 1} if is_one else {tensor_parallel.mesh.ndim + axis for axis in cut})
+        )
     held = main.layout.held(weight.index)
-    shape, offsets = _part(weight, split)
+    shape, offsets = _part(weight, tensor_parallel)
     return LocalShard(
         weight.name, weight.aliases, main.layout.piece(weight.index, main.local_buffer.detach()), weight.shape,
         held.start, shape, offsets, replicas, replicas[weight.index % len(replicas)],
@@ -113,14 +115,14 @@ def _alike(mesh: DeviceMesh, cut: set[int]) -> tuple[int, ...]:
     return tuple(sorted(mesh.mesh[place].reshape(-1).tolist()))
 
 
-def _part(weight: ShardedWeight, split: TensorParallel | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _part(weight: ShardedWeight, tensor_parallel: TensorParallel | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the shape, and the place in the whole weight, of what tensor parallelism gives this rank."""
     shape, offsets = list(weight.shape), [0] * len(weight.shape)
-    if split is None:
+    if tensor_parallel is None:
         return tuple(shape), tuple(offsets)
-    coordinate = split.mesh.get_coordinate()
+    coordinate = tensor_parallel.mesh.get_coordinate()
     assert coordinate is not None
-    for place, size, placement in zip(coordinate, split.mesh.shape, split.placements, strict=True):
+    for place, size, placement in zip(coordinate, tensor_parallel.mesh.shape, tensor_parallel.placements, strict=True):
         if placement.is_shard():
             dim: int = placement.dim  # type: ignore[attr-defined]  # a Shard
             length = -(-shape[dim] // size)

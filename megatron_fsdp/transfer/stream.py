@@ -225,8 +225,8 @@ class _Flight:
                 )
                 for weight in piece.weights
             ]
-            assert piece.split is not None
-            assemble(local, piece.split, [entry.view(self.memory) for entry in placed.entries])
+            assert piece.tensor_parallel is not None
+            assemble(local, piece.tensor_parallel, [entry.view(self.memory) for entry in placed.entries])
         self.scratch = []
         for weight, entry in self.planned.loose:
             entry.view(self.memory).copy_(weight.value())

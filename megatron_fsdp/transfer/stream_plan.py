@@ -25,7 +25,6 @@ class PlacedPiece:
 
     Attributes:
         offset: of its first byte. entries: of its weights, in order.
-        is_whole: tensor-parallel parts are assembled after the gather, so the gather needs separate memory.
     """
 
     piece: Piece
@@ -35,17 +34,17 @@ class PlacedPiece:
     @property
     def is_assembled(self) -> bool:
         """Return whether tensor-parallel parts are assembled after the gather, which then needs separate memory."""
-        return self.piece.split is not None
+        return self.piece.tensor_parallel is not None
 
     @property
     def scratch_bytes(self) -> int:
         """Bytes of that memory: this rank's parts, those of all ranks of an axis, and the whole weights."""
-        if not self.is_assembled:
+        tensor_parallel = self.piece.tensor_parallel
+        if tensor_parallel is None:
             return 0
-        split = self.piece.split
         whole = sum(entry.num_bytes for entry in self.entries)
         own = self.piece.numel * self.piece.dtype.itemsize
-        return own + (2 * whole if split is not None and split.sharded_axes else 0)
+        return own + (2 * whole if tensor_parallel.sharded_axes else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,7 +271,7 @@ def _windows(
 
 def _bucket_bytes(piece: Piece) -> int:
     """Return the bytes that a piece takes in a bucket."""
-    if piece.split is None:
+    if piece.tensor_parallel is None:
         return piece.numel * piece.dtype.itemsize
     return sum(_aligned(math.prod(weight.shape) * piece.dtype.itemsize) for weight in piece.weights)
 
@@ -281,7 +280,7 @@ def _placed(piece: Piece, packing: _Packing, rename: Callable[[str], str]) -> Pl
     start = packing.take(_bucket_bytes(piece))
     entries, offset = [], start
     for weight in piece.weights:
-        if piece.split is None:
+        if piece.tensor_parallel is None:
             offset = start + (piece.group.plan.offsets[weight.index] - piece.start) * piece.dtype.itemsize
         names = tuple(map(rename, weight.aliases))
         entries.append(BucketEntry(rename(weight.name), piece.dtype, weight.shape, offset, names))

@@ -144,8 +144,9 @@ def _slices(mesh: DeviceMesh) -> list[torch.Tensor]:
 
 def _ranges(group: ParameterGroup, weight: ShardedWeight, entry: BucketEntry) -> Iterator[tuple[int, torch.Tensor]]:
     """Yield what each rank has of one weight."""
-    main, split, plan = group.weights.main, group.owned[weight.index].tensor_parallel, group.plan
-    if split is None:
+    main, plan = group.weights.main, group.plan
+    tensor_parallel = group.owned[weight.index].tensor_parallel
+    if tensor_parallel is None:
         box = [range(size) for size in entry.shape]
         for ranks in _slices(main.mesh):
             for rank, shard in shards_by_rank(ranks, main.placements).items():
@@ -154,10 +155,10 @@ def _ranges(group: ParameterGroup, weight: ShardedWeight, entry: BucketEntry) ->
     parameter = group.fsdp_params.sharded_params[weight.index]
     assert isinstance(parameter, DTensor)
     # The parameter's own axes come first, then those of the buffer, which are one where two of them cut it.
-    ranks = parameter.device_mesh.mesh.reshape(*split.mesh.shape, *(axis.size for axis in main.axes))
-    for own in itertools.product(*map(range, split.mesh.shape)):
+    ranks = parameter.device_mesh.mesh.reshape(*tensor_parallel.mesh.shape, *(axis.size for axis in main.axes))
+    for own in itertools.product(*map(range, tensor_parallel.mesh.shape)):
         box = [range(size) for size in entry.shape]
-        for place, size, placement in zip(own, split.mesh.shape, split.placements, strict=True):
+        for place, size, placement in zip(own, tensor_parallel.mesh.shape, tensor_parallel.placements, strict=True):
             if placement.is_shard():
                 dim: int = placement.dim  # type: ignore[attr-defined]  # a Shard
                 if len(box[dim]) % size:

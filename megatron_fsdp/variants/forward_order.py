@@ -393,7 +393,7 @@ class ForwardOrder:
             if earlier not in progress.issued:
                 self._issue(progress, earlier)
                 other = self._unit(earlier)
-                calls = other.calls_to_come(self._root.backward.number)
+                calls = other.calls_to_come()
                 if earlier != place and all(self._progress_of(call) is not progress for call in calls):
                     self._give_back(other)
 

@@ -186,9 +186,11 @@ class AdamW(FlatBase, torch.optim.AdamW):
 
 def _check_moments(moments: str | None, dtype: torch.dtype | None) -> None:
     if moments not in (None, "int8"):
-        raise ConfigError(f"AdamW(moments={moments!r}): give 'int8', or None for floating-point ones")
+        raise ConfigError(f"AdamW(moments={moments!r}) is unknown. fix: give 'int8', or None for floating-point ones")
     if moments is not None and dtype is not None:
-        raise ConfigError(f"AdamW(moments={moments!r}, moments_dtype={dtype}): give one of them")
+        raise ConfigError(
+            f"AdamW(moments={moments!r}, moments_dtype={dtype}) are two dtypes of one thing. fix: give one of them"
+        )
 
 
 _FIXED = {"amsgrad": False, "differentiable": False, "decoupled_weight_decay": True}
@@ -200,6 +202,6 @@ def _refuse_options(param_groups: Iterable[dict[str, Any]]) -> None:
         found = group.get(name, supported)
         if bool(found) is not supported:
             raise ConfigError(
-                f"AdamW({name}={found}) is not supported: found it in the options of a param group. Use "
+                f"AdamW({name}={found}) is not supported: found it in the options of a param group. fix: use "
                 f"torch.optim.AdamW with fully_shard_optimizer, or leave {name} {supported}."
             )

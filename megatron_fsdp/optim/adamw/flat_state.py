@@ -38,8 +38,8 @@ def state_values(
     """
     if not all(key in values for key in keys):
         raise ConfigError(
-            f"{what}: the state of {parameter} has {sorted(map(str, values))}; wanted {list(keys)}. Load a state "
-            f"dict in which {what} (or that of torch.optim, without amsgrad) steps the same parameters"
+            f"{what}: the state of {parameter} has {sorted(map(str, values))}; wanted {list(keys)}. fix: load a "
+            f"state dict in which {what} (or that of torch.optim, without amsgrad) steps the same parameters"
         )
     return tuple(values[key] for key in keys)
 
@@ -167,7 +167,7 @@ class FlatState:
         if local.numel() != target.numel():
             raise StateError(
                 f"{self.memory.names[index]}: its {self.title} state has {local.numel()} elements on this rank, the "
-                f"parameter {target.numel()}; load it with optimizer.load_state_dict, which brings it "
+                f"parameter {target.numel()}. fix: load it with optimizer.load_state_dict, which brings it "
                 "into the parameter's rows"
             )
         return local.reshape(target.shape)

@@ -191,8 +191,8 @@ def _scales_of(value: torch.Tensor, held: range, num_wanted: int, name: str) -> 
     whole = value.full_tensor() if isinstance(value, DTensor) else value
     if whole.numel() != num_wanted:
         raise StateError(
-            f"{name}: its state has {whole.numel()} scales, wanted {num_wanted}, one for each {QUANT_BLOCK} elements; "
-            "load the state of a parameter of this shape"
+            f"{name}: its state has {whole.numel()} scales, wanted {num_wanted}, one for each {QUANT_BLOCK} elements. "
+            "fix: load the state of a parameter of this shape"
         )
     return whole[held.start // QUANT_BLOCK : num_blocks(held.stop) if held else 0]
 
@@ -204,13 +204,13 @@ def _check(memory: ParamMemory) -> None:
         if plan.alignment_numel % QUANT_BLOCK:
             wrong = (
                 f"buffers laid out in multiples of {plan.alignment_numel} elements, whose shards may cut blocks of "
-                f"{QUANT_BLOCK}. Give fully_shard mp_policy={policy} for every unit"
+                f"{QUANT_BLOCK}. fix: give fully_shard mp_policy={policy} for every unit"
             )
         elif memory.group.fsdp_params.has_tensor_parallel:
-            wrong = "a tensor-parallel parameter, whose blocks of 256 would depend on the degree; use moments=None"
+            wrong = "a tensor-parallel parameter, whose blocks of 256 would depend on the degree. fix: use moments=None"
     elif isinstance(memory.params[0], DTensor) and is_coded(memory.params[0].shape):
-        wrong = "a DTensor that fully_shard did not make; shard it with fully_shard, or step it with moments=None"
+        wrong = "a DTensor that fully_shard did not make. fix: shard it with fully_shard, or step it with moments=None"
     if memory.dtype is torch.float64:
-        wrong = "FP64 weights; give FP32 ones, or moments=None"
+        wrong = "FP64 weights. fix: give FP32 ones, or moments=None"
     if wrong:
         raise ConfigError(f"{memory.names[0]}: AdamW(moments='int8') found {wrong}")

@@ -84,7 +84,7 @@ class GroupMemory:
         """
         found = self._group()
         if found is None:
-            raise StateError(f"{self.names[0]}: its model is gone; build the optimizer of one in use")
+            raise StateError(f"{self.names[0]}: its model was deleted. fix: build an optimizer of a model in use")
         return found
 
     def gradient(self, members: Sequence[int]) -> FlatGradient | None:
@@ -117,8 +117,8 @@ class GroupMemory:
             local = local_of(grad)
             if local.numel() != stop - start:
                 raise StateError(
-                    f"{name}: .grad has {local.numel()} elements on this rank, the parameter {stop - start}; assign a "
-                    "DTensor laid out like the parameter, such as torch.zeros_like(parameter)"
+                    f"{name}: .grad has {local.numel()} elements on this rank, the parameter {stop - start}. fix: "
+                    "assign a DTensor laid out like the parameter, such as torch.zeros_like(parameter)"
                 )
             cast_copy(local, flat[start:stop])
         return flat
@@ -186,8 +186,8 @@ class PlainMemory:
         if gradient.layout is not torch.strided or parameter.is_complex():
             raise ConfigError(
                 f"AdamW: a parameter of shape {tuple(parameter.shape)}, {parameter.dtype}, has a gradient of layout "
-                f"{gradient.layout}; wanted real numbers and dense gradients. Use torch.optim.SparseAdam for sparse "
-                "gradients, and torch.view_as_real for complex parameters."
+                f"{gradient.layout}; wanted real numbers and dense gradients. fix: use torch.optim.SparseAdam for "
+                "sparse gradients, and torch.view_as_real for complex parameters."
             )
         return FlatGradient(local_of(gradient).detach().reshape(-1), (True,))
 

@@ -102,10 +102,12 @@ class MatrixView:
         plain = dict(given or {})
         known = {field.name for field in fields(cls)}
         if plain.keys() - known:
-            raise ConfigError(f"matrix view: unknown {sorted(plain.keys() - known)}; wanted some of {sorted(known)}")
+            raise ConfigError(f"matrix view: unknown {sorted(plain.keys() - known)}. fix: give some of {sorted(known)}")
         plain["row_splits"] = tuple(plain.get("row_splits") or ())
         if any(size < 1 for size in plain["row_splits"]):
-            raise ConfigError(f"matrix view: row_splits={plain['row_splits']}; wanted sizes of at least 1")
+            raise ConfigError(
+                f"matrix view: row_splits={plain['row_splits']} has a size below 1. fix: give sizes of at least 1"
+            )
         return cls(**plain)
 
     def to_plain(self) -> dict[str, Any]:
@@ -124,7 +126,7 @@ class MatrixView:
         if len(shape) != self.batch_dims + 2:
             raise ConfigError(
                 f"Muon: {name} has shape {shape}, and its view wants {self.batch_dims} batch dims and a matrix. "
-                + _cure(shape)
+                + _fix_for(shape)
             )
         rows, columns = shape[-2:]
         count = math.prod(shape[:-2])
@@ -140,14 +142,14 @@ class MatrixView:
         )
 
 
-def _cure(shape: Sequence[int]) -> str:
+def _fix_for(shape: Sequence[int]) -> str:
     if len(shape) < 2:
-        return "Biases, norms and gains belong in a param group with use_muon=False, which AdamW steps."
+        return "fix: put biases, norms and gains in a param group with use_muon=False, which AdamW steps"
     if len(shape) == 2:
-        return "Leave the view of a plain matrix out."
+        return "fix: leave the view of a plain matrix out"
     return (
-        f"Say which of its dims count matrices, view=MatrixView(batch_dims={len(shape) - 2}) for experts in front, or "
-        "put it in a param group with use_muon=False."
+        f"fix: say which dims count matrices, view=MatrixView(batch_dims={len(shape) - 2}) for experts in front, or "
+        "put it in a param group with use_muon=False"
     )
 
 
@@ -155,6 +157,9 @@ def _pieces(length: int, sizes: Sequence[int], what: str) -> list[tuple[int, int
     if not sizes:
         return [(0, length)]
     if length % sum(sizes):
-        raise ConfigError(f"{what}={tuple(sizes)} add up to {sum(sizes)}, which does not divide {length}")
+        raise ConfigError(
+            f"{what}={tuple(sizes)} add up to {sum(sizes)}, which does not divide {length}. fix: give "
+            f"sizes whose sum divides {length}"
+        )
     bounds = list(itertools.accumulate(tuple(sizes) * (length // sum(sizes)), initial=0))
     return list(itertools.pairwise(bounds))

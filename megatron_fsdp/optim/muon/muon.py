@@ -93,7 +93,7 @@ class Muon(FlatBase):
     ) -> None:
         for name, dtype in (("ns_dtype", ns_dtype), ("moments_dtype", moments_dtype)):
             if dtype is not None and not dtype.is_floating_point:
-                raise ConfigError(f"Muon({name}={dtype}): give a floating-point dtype")
+                raise ConfigError(f"Muon({name}={dtype}) is no floating-point dtype. fix: give one")
         self.ns_dtype = ns_dtype
         self._set_up(max_norm, nonfinite, moments_dtype)
         muon = {
@@ -294,7 +294,7 @@ def explain_ownership(optimizer: Optimizer) -> tuple[OwnershipReport, ...]:
             print(report)
     """
     if not isinstance(optimizer, Muon):
-        raise ConfigError(f"explain_ownership: found {type(optimizer).__name__}; wanted a megatron_fsdp.Muon")
+        raise ConfigError(f"explain_ownership: found {type(optimizer).__name__}. fix: give a megatron_fsdp.Muon")
     itemsize = optimizer.ns_dtype.itemsize
     return tuple(OwnershipReport(domain.exchange.ownership, itemsize) for domain in optimizer.domains())
 
@@ -304,11 +304,13 @@ def _check_group(group: Mapping[str, Any]) -> None:
     names = ("lr", "weight_decay", "momentum", "eps") if group["use_muon"] else ("lr", "weight_decay", "eps")
     for name in names:
         if float(group[name]) < 0:
-            raise ConfigError(f"Muon({name}={group[name]}): wanted at least 0")
+            raise ConfigError(f"Muon({name}={group[name]}) is negative. fix: give at least 0")
     if not group["use_muon"]:
         for name in _ADAMW_REFUSED:
             if group.get(name):
-                raise ConfigError(f"Muon: {name}=True of a group with use_muon=False is not supported; leave it False")
+                raise ConfigError(
+                    f"Muon: {name}=True of a group with use_muon=False is not supported. fix: leave it False"
+                )
         return
     coefficients(group["ns_coefficients"], group["ns_steps"])
     scale_factor(1, 1, group["adjust_lr_fn"])
@@ -322,18 +324,18 @@ def _blocks_of(parameter: torch.Tensor, group: Mapping[str, Any]) -> tuple[tuple
         name = f"parameter {key!r} of unit {owner.name!r}"
     if owner is None and isinstance(parameter, DTensor):
         raise ConfigError(
-            f"Muon: {name} is a DTensor that fully_shard did not make; shard its module with fully_shard, or use "
+            f"Muon: {name} is a DTensor that fully_shard did not make. fix: shard its module with fully_shard, or use "
             "torch.optim.Muon"
         )
     if parameter.is_complex():
-        raise ConfigError(f"Muon: {name} is complex; put it in a param group with use_muon=False")
+        raise ConfigError(f"Muon: {name} is complex. fix: put it in a param group with use_muon=False")
     if owner is not None:
         main = owner.main_weight
         num_flat = sum(type(placement).__name__ == "Flat" for placement in main.placements)
         if len(owner.spread_over(main.placements)) > num_flat:
             raise ConfigError(
-                f"Muon: {name} is sharded by tensor parallelism too, so its matrix is on no data-parallel group; put "
-                "it in a param group with use_muon=False"
+                f"Muon: {name} is sharded by tensor parallelism too, so its matrix is on no data-parallel group. "
+                "fix: put it in a param group with use_muon=False"
             )
     blocks = MatrixView.of(group["view"]).blocks(parameter.shape, name)
     mode, extra = group["adjust_lr_fn"], float(group["extra_scale_factor"])

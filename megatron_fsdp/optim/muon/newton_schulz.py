@@ -103,18 +103,23 @@ def coefficients(given: str | Sequence[float], num_steps: int) -> tuple[Coeffici
         num_steps: 1 <= num_steps < 100.
     """
     if not 1 <= num_steps < 100:
-        raise ConfigError(f"Muon(ns_steps={num_steps}): wanted 1 to 99 steps")
+        raise ConfigError(f"Muon(ns_steps={num_steps}) is out of range. fix: give 1 to 99 steps")
     if isinstance(given, str):
         if given not in COEFFICIENT_SETS:
             known = ", ".join(map(repr, COEFFICIENT_SETS))
-            raise ConfigError(f"Muon(ns_coefficients={given!r}): wanted one of {known}, or three numbers (a, b, c)")
+            raise ConfigError(
+                f"Muon(ns_coefficients={given!r}) is unknown. fix: give one of {known}, or three numbers (a, b, c)"
+            )
         steps = COEFFICIENT_SETS[given]
         if given in _REPEATS_LAST:
             return (*steps, *(steps[-1],) * num_steps)[:num_steps]
         return (steps * num_steps)[:num_steps]
     numbers = tuple(map(float, given))
     if len(numbers) != 3:
-        raise ConfigError(f"Muon(ns_coefficients={given!r}): wanted three numbers (a, b, c), or the name of a set")
+        raise ConfigError(
+            f"Muon(ns_coefficients={given!r}) has {len(numbers)} numbers. fix: give three numbers (a, b, c), or the "
+            "name of a set"
+        )
     return (numbers,) * num_steps
 
 
@@ -138,7 +143,7 @@ def scale_factor(rows: int, columns: int, mode: str | None) -> float:
     }
     mode = "original" if mode is None else mode
     if mode not in factors:
-        raise ConfigError(f"Muon(adjust_lr_fn={mode!r}): wanted {', '.join(map(repr, factors))} or None")
+        raise ConfigError(f"Muon(adjust_lr_fn={mode!r}) is unknown. fix: give {', '.join(map(repr, factors))} or None")
     return factors[mode]
 
 

@@ -73,7 +73,7 @@ def muon_param_groups(
             (matrices if parameter.ndim > 1 else vectors).append(parameter)
     if not muon:
         raise ConfigError(
-            f"muon_param_groups: no parameter of {type(model).__name__} is a matrix for Muon; name some with "
+            f"muon_param_groups: no parameter of {type(model).__name__} is a matrix for Muon. fix: name some with "
             "views={...}"
         )
     groups = [{"params": found, "use_muon": True, "view": view.to_plain()} for view, found in muon.items()]
@@ -114,8 +114,8 @@ def _is_muons(
         said = False if _matches(name, OUTER_NAMES) else by_modules.get(id(parameter))
     if said is None:
         raise ConfigError(
-            f"muon_param_groups: nothing says whether parameter {name!r} of shape {tuple(parameter.shape)} is one: "
-            f"give views={{{name!r}: MatrixView(...)}} (batch_dims for experts), adamw=({name!r},), or set its "
+            f"muon_param_groups: nothing says whether {name!r} of shape {tuple(parameter.shape)} is a matrix. "
+            f"fix: give views={{{name!r}: MatrixView(...)}} (batch_dims for experts), adamw=({name!r},), or set its "
             "attribute use_muon"
         )
     return bool(said)
@@ -126,5 +126,6 @@ def _refuse_idle(what: tuple[str, Any], named: Sequence[tuple[str, torch.Tensor]
     for pattern in patterns:
         if not any(_matches(name, (pattern,)) for name, _ in named):
             raise ConfigError(
-                f"muon_param_groups: {argument} has {pattern!r}, which is the name of no trained parameter"
+                f"muon_param_groups: {argument} has {pattern!r}, which is the name of no trained parameter. fix: "
+                "correct the name, or leave it out"
             )

@@ -38,8 +38,8 @@ def fully_shard_optimizer(optimizer: AnyOptimizer) -> AnyOptimizer:
     refuse_split_weights(optimizer)
     if not groups_stepped_by(optimizer):
         raise ConfigError(
-            "fully_shard_optimizer: none of the optimizer's parameters is sharded. Build the optimizer after "
-            "fully_shard, from model.parameters()."
+            "fully_shard_optimizer: none of the optimizer's parameters is sharded. fix: build the optimizer "
+            "after fully_shard, from model.parameters()."
         )
     show_fresh_state(optimizer)
     optimizer.register_load_state_dict_post_hook(lay_out_loaded_state)

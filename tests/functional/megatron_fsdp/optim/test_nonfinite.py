@@ -170,8 +170,8 @@ def test_ranks_that_freeze_other_ignored_parameters_clip_alike() -> None:
 
 def test_a_policy_that_does_not_exist_is_refused() -> None:
     model = nn.Linear(2, 2)
-    with pytest.raises(ConfigError, match="wanted one of 'ignore', 'skip', 'raise'"):
+    with pytest.raises(ConfigError, match="fix: give one of 'ignore', 'skip', 'raise'"):
         AdamW(model.parameters(), nonfinite="stop")
-    with pytest.raises(ConfigError, match="wanted one of 'ignore', 'skip', 'raise'"):
+    with pytest.raises(ConfigError, match="fix: give one of 'ignore', 'skip', 'raise'"):
         check_gradients(model, torch.tensor(1.0), "stop")
     assert check_gradients(model, torch.tensor(math.nan), "ignore")
