@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from megatron_fsdp.engine.unit import Call
 
-__all__ = ["iterate_tensors", "map_tensors", "parts_of_dual", "watch_inputs", "watch_output", "without_weights"]
+__all__ = ["iterate_tensors", "map_tensors", "parts_in_transforms", "watch_inputs", "watch_output", "without_weights"]
 
 
 Enter = Callable[[Call], None]
@@ -40,7 +40,7 @@ def watch_output(call: Call, output: Any, enter: Enter) -> bool:
     is_new = True
     opaque: list[Any] = []
     for tensor in (output,) if isinstance(output, torch.Tensor) else iterate_tensors(output, 0, opaque):
-        for part in parts_of_dual(tensor) if forward_ad._current_level >= 0 else (tensor,):
+        for part in parts_in_transforms(tensor) if has_transforms() else (tensor,):
             if part.requires_grad:
                 _watch(call, part, enter)
                 base = part._base
@@ -228,14 +228,23 @@ def _map_dict(function: Callable[[torch.Tensor], torch.Tensor], old: Any) -> Any
     return new
 
 
-def parts_of_dual(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the tensors that autograd tracks for a dual tensor of forward mode: its value unwrapped, its tangent."""
+def has_transforms() -> bool:
+    """Return whether forward mode or a transform of ``torch.func`` is active, as ``jvp`` and ``vmap``."""
+    return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
+
+
+def parts_in_transforms(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the tensors that autograd tracks for a tensor of forward mode or ``vmap``: its value and its tangent."""
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         if torch._C._functorch.is_gradtrackingtensor(tensor):
+            if forward_ad._current_level < 0:
+                # ``torch.func.grad`` records this one for its own backward, which ``pre_backward`` refuses.
+                yield tensor
+                return
             tangent = forward_ad.unpack_dual(tensor).tangent
             if tangent is not None:
-                yield from parts_of_dual(tangent)
-        yield from parts_of_dual(torch._C._functorch.get_unwrapped(tensor))
+                yield from parts_in_transforms(tangent)
+        yield from parts_in_transforms(torch._C._functorch.get_unwrapped(tensor))
         return
     dual = forward_ad.unpack_dual(tensor)
     yield tensor
