@@ -25,6 +25,8 @@ __all__ = ["iterate_tensors", "map_tensors", "parts_in_transforms", "watch_input
 
 Enter = Callable[[Call], None]
 
+is_batchedtensor: Callable[[torch.Tensor], bool] = torch._C._functorch.is_batchedtensor
+
 _WATCHERS = "_fsdp_watchers"
 """A node's metadata holds, under this name and a tensor's ``output_nr``, the calls that returned the tensor."""
 
@@ -40,7 +42,9 @@ def watch_output(call: Call, output: Any, enter: Enter) -> bool:
     is_new = True
     opaque: list[Any] = []
     for tensor in (output,) if isinstance(output, torch.Tensor) else iterate_tensors(output, 0, opaque):
-        for part in parts_in_transforms(tensor) if has_transforms() else (tensor,):
+        # A tensor of ``vmap`` never requires a gradient itself, so the usual output costs no call here.
+        is_wrapped = forward_ad._current_level >= 0 or (not tensor.requires_grad and is_batchedtensor(tensor))
+        for part in parts_in_transforms(tensor) if is_wrapped else (tensor,):
             if part.requires_grad:
                 _watch(call, part, enter)
                 base = part._base
@@ -226,11 +230,6 @@ def _map_dict(function: Callable[[torch.Tensor], torch.Tensor], old: Any) -> Any
     for key, value in changes.items():
         new[key] = value
     return new
-
-
-def has_transforms() -> bool:
-    """Return whether forward mode or a transform of ``torch.func`` is active, as ``jvp`` and ``vmap``."""
-    return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
 
 
 def parts_in_transforms(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
