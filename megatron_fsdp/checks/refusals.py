@@ -56,7 +56,13 @@ class Refusals(StepHooks[Unit, Call]):
         raise error
 
     def on_root_forward(self, unit: Unit, module: nn.Module) -> None:
-        """Take back what this rank has published, because it goes on after the error."""
+        """Refuse a forward that torch.jit traces: ``StateError``. Take back what this rank published with an error."""
+        if torch._C._is_tracing():
+            raise StateError(
+                f"unit {unit.name!r} is sharded, and torch.jit cannot trace the hooks that gather its weights "
+                "(fvcore's FlopCountAnalysis traces). fix: count or trace before fully_shard, or count with "
+                "torch.utils.flop_counter.FlopCounterMode"
+            )
         if self._has_published:
             publish("")
             self._has_published = False

@@ -20,10 +20,12 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from megatron_fsdp.engine.unit import Call
 
-__all__ = ["iterate_tensors", "map_tensors", "parts_of_dual", "watch_inputs", "watch_output", "without_weights"]
+__all__ = ["iterate_tensors", "map_tensors", "parts_in_transforms", "watch_inputs", "watch_output", "without_weights"]
 
 
 Enter = Callable[[Call], None]
+
+is_batchedtensor: Callable[[torch.Tensor], bool] = torch._C._functorch.is_batchedtensor
 
 _WATCHERS = "_fsdp_watchers"
 """A node's metadata holds, under this name and a tensor's ``output_nr``, the calls that returned the tensor."""
@@ -40,7 +42,9 @@ def watch_output(call: Call, output: Any, enter: Enter) -> bool:
     is_new = True
     opaque: list[Any] = []
     for tensor in (output,) if isinstance(output, torch.Tensor) else iterate_tensors(output, 0, opaque):
-        for part in parts_of_dual(tensor) if forward_ad._current_level >= 0 else (tensor,):
+        # A tensor of ``vmap`` never requires a gradient itself, so the usual output costs no call here.
+        is_wrapped = forward_ad._current_level >= 0 or (not tensor.requires_grad and is_batchedtensor(tensor))
+        for part in parts_in_transforms(tensor) if is_wrapped else (tensor,):
             if part.requires_grad:
                 _watch(call, part, enter)
                 base = part._base
@@ -228,14 +232,18 @@ def _map_dict(function: Callable[[torch.Tensor], torch.Tensor], old: Any) -> Any
     return new
 
 
-def parts_of_dual(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the tensors that autograd tracks for a dual tensor of forward mode: its value unwrapped, its tangent."""
+def parts_in_transforms(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the tensors that autograd tracks for a tensor of forward mode or ``vmap``: its value and its tangent."""
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         if torch._C._functorch.is_gradtrackingtensor(tensor):
+            if forward_ad._current_level < 0:
+                # ``torch.func.grad`` records this one for its own backward, which ``pre_backward`` refuses.
+                yield tensor
+                return
             tangent = forward_ad.unpack_dual(tensor).tangent
             if tangent is not None:
-                yield from parts_of_dual(tangent)
-        yield from parts_of_dual(torch._C._functorch.get_unwrapped(tensor))
+                yield from parts_in_transforms(tangent)
+        yield from parts_in_transforms(torch._C._functorch.get_unwrapped(tensor))
         return
     dual = forward_ad.unpack_dual(tensor)
     yield tensor

@@ -134,6 +134,15 @@ PROGRAMS = {
         optimizer.step()
         "not trained" if torch.equal(before, whole(layer.up.weight, before)) else "trained"
     """, 1, differs=("not trained", "StateError: SGD holds the gathered weights of")),
+    "padded positions of TransformerEncoder": Program("""
+        encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(6, 2, 8, batch_first=True), 2).eval()
+        for part in (*encoder.layers, encoder):
+            fully_shard(part)
+        padding = torch.tensor([[False, False, False], [False, True, True]])
+        with torch.no_grad():
+            output = encoder(inputs(0, 0, 2, 3, 6), src_key_padding_mask=padding)
+        bool(output[~padding].all()), bool(output[padding].any())
+    """, 1, differs=((True, False), (True, True))),
     "a weight kept across reshard": Program("""
         module = fully_shard(nn.Linear(2, 2))
         module.set_keep_unsharded_storage(True)

@@ -13,6 +13,8 @@ __all__ = ["agreements", "differences"]
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Multiple backends are registered:UserWarning"),
     pytest.mark.filterwarnings("ignore:`_get_pg_default_device`:UserWarning"),
+    # nn.TransformerEncoder makes nested tensors in evaluation.
+    pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning"),
 ]
 # PyTorch tries all layouts of operands for each of its operators, which takes seconds on a mesh of three axes. Among
 # programs for one and for two axes, the latter are nightly.

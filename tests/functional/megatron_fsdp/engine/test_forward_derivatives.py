@@ -1,4 +1,4 @@
-"""Forward-mode derivatives through sharded units equal those of the whole model."""
+"""Forward-mode derivatives and ``vmap`` through sharded units equal those of the whole model."""
 
 from collections.abc import Callable
 from itertools import product
@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 
 from tests.harness import on_ranks
 from tests.harness.grids import covering, nightly_but
-from tests.harness.models import inputs, three_blocks
+from tests.harness.models import WIDTH, inputs, three_blocks
 from tests.harness.twins import Twins, sharded
 
 # PyTorch compiles its rules for forward mode at first use.
@@ -69,11 +69,34 @@ def test_gradients_of_derivatives_along_inputs_equal_the_whole_models(name: str,
 
 
 @pytest.mark.parametrize("is_released", [True, False], ids=["released", "kept"])
+@pytest.mark.parametrize("is_mapped", [False, True])
 @on_ranks(2)
-def test_a_transform_that_records_its_own_backward_is_refused_by_the_units_name(is_released: bool) -> None:
+def test_a_transform_that_records_its_own_backward_is_refused_by_the_units_name(
+    is_mapped: bool, is_released: bool
+) -> None:
     model = sharded(three_blocks(), reshard_after_forward=is_released)
+    function = torch.vmap(model) if is_mapped else model
     with pytest.raises(ValueError) as refused:
-        torch.func.grad(lambda x: model(x).sum())(inputs(0, 0))
+        torch.func.grad(lambda x: function(x).sum())(inputs(0, 0))
     found = str(refused.value)
     assert found.startswith("unit ")
     assert "create_graph=True is not supported" in found
+
+
+@pytest.mark.parametrize("is_released", [True, False], ids=["released", "kept"])
+@pytest.mark.parametrize("depth", [1, 2])
+@on_ranks(2)
+def test_a_model_mapped_over_samples_trains_like_the_whole_model(depth: int, is_released: bool) -> None:
+    twins = Twins(reshard_after_forward=is_released)
+    optimizers = twins.optimizers(torch.optim.SGD, lr=0.1)
+
+    def loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+        mapped = torch.vmap(model) if depth == 1 else torch.vmap(torch.vmap(model))
+        output: torch.Tensor = mapped(inputs(rank, step, *(2, 3)[:depth], WIDTH))
+        return output.square().mean()
+
+    for step in range(2):
+        twins.backward(step, loss)
+        assert twins.gradients_apart() < 1e-5
+        twins.step(optimizers)
+    assert twins.weights_apart() < 1e-5

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from dbuffer import PlacementError
-from megatron_fsdp import ConfigError, fully_shard
+from megatron_fsdp import ConfigError, StateError, fully_shard
 from tests.harness import on_ranks
 from tests.harness.models import Product, inputs
 from tests.harness.twins import Twins
@@ -91,6 +91,15 @@ def test_a_plain_mask_times_a_weight_is_refused_by_the_parameters_name() -> None
     model = fully_shard(nn.Linear(6, 5))
     with pytest.raises(PlacementError, match=r"unit '.*': parameter 'weight'\. fix:"):
         model.weight * torch.ones(5, 6)
+
+
+@on_ranks(2)
+def test_a_traced_forward_is_refused_by_the_units_name() -> None:
+    model = fully_shard(nn.Linear(6, 5))
+    inputs = torch.ones(2, 6)
+    with pytest.raises(StateError, match=r"unit 'Linear' is sharded.*fix: count or trace before fully_shard"):
+        torch.jit._get_trace_graph(model, inputs)  # type: ignore[attr-defined]  # as fvcore does
+    assert model(inputs).shape == (2, 5)
 
 
 @on_ranks(2)
