@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
 import sys
 import time
 import traceback
@@ -155,8 +156,9 @@ def run(args: argparse.Namespace) -> list[Row]:
 
 
 def result_name(args: argparse.Namespace) -> str:
-    """Return the name of the file of results: ``gpu-`` and the device's."""
-    return named_by_device("gpu", "cuda") if args.device == "cuda" else "gpu-rehearsal"
+    """Return the name of the file of results: ``gpu-``, the device's and, of several ranks, their number."""
+    name = named_by_device("gpu", "cuda") if args.device == "cuda" else "gpu-rehearsal"
+    return f"{name}-{os.environ['WORLD_SIZE']}-ranks" if is_ranked() else name
 
 
 def rows_text(rows: Sequence[Row]) -> str:

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -17,12 +18,15 @@ from tests.nullcuda import machine
 ROOT = Path(__file__).parents[2]
 
 
-def results_of(bench: str, flags: str, folder: Path) -> tuple[list[Row], str]:
+def results_of(bench: str, flags: str, folder: Path, num_ranks: int = 1) -> tuple[list[Row], str]:
     """Run a bench; return its rows, from the file that has the GPU's name, and its error output."""
-    command = [sys.executable, "-m", "benchmarks", bench, *flags.split(), "--results", str(folder)]
+    launch = ["examples/start_ranks.py", "--standalone", "--nproc-per-node", str(num_ranks)] if num_ranks > 1 else []
+    command = [sys.executable, *launch, "-m", "benchmarks", bench, *flags.split(), "--results", str(folder)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr[-6000:]
-    return read_rows(folder / f"{bench}-null-h200.json")[1], done.stderr
+    (path,) = folder.iterdir()
+    assert path.name == f"{bench}-null-h200{f'-{num_ranks}-ranks' if num_ranks > 1 else ''}.json"
+    return read_rows(path)[1], done.stderr
 
 
 def test_the_gpu_bench_runs_all_sections_and_measures_every_target_of_one_gpu(tmp_path: Path) -> None:
@@ -31,6 +35,14 @@ def test_the_gpu_bench_runs_all_sections_and_measures_every_target_of_one_gpu(tm
     assert {row.bench for row in rows} == set(SECTIONS)
     unmeasured = [target for target in TARGETS if not any(target.is_about(row) for row in rows)]
     assert {target.bench for target in unmeasured} == {"ranked step"}
+
+
+def test_the_gpu_bench_of_two_ranks_names_its_results_after_their_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NULLCUDA_DEVICES", "2")
+    rows, _ = results_of("gpu", "--small --rounds 1 --batches 1", tmp_path, num_ranks=2)
+    assert {row.bench for row in rows} == {"ranked step"}
 
 
 def test_the_kernel_bench_names_its_results_after_the_gpu(tmp_path: Path) -> None:
