@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import gc
-import re
+import os
 import sys
 import time
 import traceback
@@ -29,7 +29,7 @@ from benchmarks import bench_host, bench_kernels, bench_memory, bench_step
 from benchmarks.allocations import cuda_phases_of, phases_of
 from benchmarks.captured_step import captured_rows
 from benchmarks.engines import LEARNING_RATE, Precision, fsdp2, make_model, ours, world_mesh
-from benchmarks.harness import Row, Samples, interleaved, ratio, table
+from benchmarks.harness import Row, Samples, interleaved, named_by_device, ratio, table
 from benchmarks.models import Shape
 from benchmarks.null_group import null_world
 from benchmarks.ranked_step import is_ranked, joined, ranked_rows
@@ -156,9 +156,9 @@ def run(args: argparse.Namespace) -> list[Row]:
 
 
 def result_name(args: argparse.Namespace) -> str:
-    """Return the name of the file of results: ``gpu-`` and the device's."""
-    name = torch.cuda.get_device_name() if args.device == "cuda" else "rehearsal"
-    return f"gpu-{re.sub('[^a-z0-9]+', '-', name.lower()).strip('-')}"
+    """Return the name of the file of results: ``gpu-``, the device's and, of several ranks, their number."""
+    name = named_by_device("gpu", "cuda") if args.device == "cuda" else "gpu-rehearsal"
+    return f"{name}-{os.environ['WORLD_SIZE']}-ranks" if is_ranked() else name
 
 
 def rows_text(rows: Sequence[Row]) -> str:

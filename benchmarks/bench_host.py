@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # it has it, but untyped
 
 from benchmarks.engines import ENGINES, Precision, world_mesh
-from benchmarks.harness import Row, Samples, interleaved, ratio, table
+from benchmarks.harness import Row, Samples, interleaved, named_by_device, ratio, table
 from benchmarks.host_models import MODELS, WIDE_MODELS, NeedsTransformers, Trained
 from benchmarks.null_group import null_world
 
@@ -65,10 +65,7 @@ def run(args: argparse.Namespace) -> list[Row]:
             with null_world(num_ranks):
                 for name in models:
                     case = {"model": name, "layers": num_layers, "ranks": num_ranks}
-                    try:
-                        rows += measure(case, args.rounds, num_functions=args.functions)
-                    except NeedsTransformers as error:
-                        print(f"{name} is left out: {error}", file=sys.stderr)
+                    rows += _rows_if_installed(case, args)
     finally:
         torch.set_flush_denormal(False)
     return rows
@@ -76,7 +73,16 @@ def run(args: argparse.Namespace) -> list[Row]:
 
 def result_name(args: argparse.Namespace) -> str:
     """Return the name of the file of results."""
-    return "host" if args.device == "cpu" else "host-cuda"
+    return named_by_device("host", args.device)
+
+
+def _rows_if_installed(case: Mapping[str, Any], args: argparse.Namespace) -> list[Row]:
+    """Return the rows of one model; without the model's package print that it is left out, and return none."""
+    try:
+        return measure(case, args.rounds, args.device, args.functions)
+    except NeedsTransformers as error:
+        print(f"{case['model']} is left out: {error}", file=sys.stderr)
+        return []
 
 
 def _run_on_cuda(args: argparse.Namespace) -> list[Row]:
@@ -89,7 +95,7 @@ def _run_on_cuda(args: argparse.Namespace) -> list[Row]:
                 for precision in args.precisions or list(PRECISIONS):
                     case = {"model": name, "layers": args.layers or 12, "ranks": num_ranks, "precision": precision}
                     case |= {"device": torch.cuda.get_device_name(), "group": args.group}
-                    rows += measure(case, args.rounds, "cuda", args.functions)
+                    rows += _rows_if_installed(case, args)
     return rows
 
 
@@ -117,8 +123,8 @@ def measure(case: Mapping[str, Any], rounds: int, device: str = "cpu", num_funct
         trained = {**MODELS, **WIDE_MODELS}[case["model"]](case["layers"], device)
         shard(trained.model, trained.units, mesh, PRECISIONS[case.get("precision", "fp32")])
         steps[name] = functools.partial(step, trained)
-    # Processor time of this process; other processes do not count.
-    seconds = interleaved(steps, rounds=rounds, warmup=5, clock=time.process_time)
+    stopwatch = functools.partial(processor_seconds, device)
+    seconds = interleaved(steps, rounds=rounds, warmup=5, stopwatch=stopwatch)
     calls = {name: calls_of(run_step) for name, run_step in steps.items()}
     if num_functions:
         print(functions_text(case, added_calls(calls["ours"], calls["plain"]), num_functions))
@@ -132,6 +138,19 @@ def measure(case: Mapping[str, Any], rounds: int, device: str = "cpu", num_funct
         ]
         rows.append(Row("host", case, f"{what} over FSDP2's", "", ratio(added["ours"], added["FSDP2"])))
     return rows
+
+
+def processor_seconds(device: str, function: Callable[[], object]) -> float:
+    """Return the processor seconds that this process spends in a call; other processes do not count.
+
+    On CUDA the call starts when the GPU has no work left. Otherwise the queue of kernels fills up over several steps,
+    and the time in which the host waits for the GPU counts as processor time.
+    """
+    if device == "cuda":
+        torch.cuda.synchronize()
+    start = time.process_time()
+    function()
+    return time.process_time() - start
 
 
 def step(trained: Trained) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.harness import Row, Samples, device_seconds, interleaved
+from benchmarks.harness import Row, Samples, device_seconds, interleaved, named_by_device
 from dbuffer_kernels import (
     AdamWBuffers,
     Segment,
@@ -55,8 +55,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> list[Row]:
     """Measure every kernel, interleaved with the copy."""
-    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = torch.device(_device_of(args))
     return kernel_rows(args.numel or (1 << 28 if device.type == "cuda" else 1 << 20), device, args.rounds)
+
+
+def result_name(args: argparse.Namespace) -> str:
+    """Return the name of the file of results."""
+    return named_by_device("kernels", _device_of(args))
+
+
+def _device_of(args: argparse.Namespace) -> str:
+    return args.device or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def kernel_rows(numel: int, device: torch.device, rounds: int) -> list[Row]:

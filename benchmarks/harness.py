@@ -19,6 +19,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import time
@@ -43,6 +44,7 @@ __all__ = [
     "in_turn",
     "interleaved",
     "markdown",
+    "named_by_device",
     "ranks_in_turn",
     "ratio",
     "read_rows",
@@ -255,6 +257,13 @@ def environment() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
+
+
+def named_by_device(bench: str, device: str) -> str:
+    """Return the name of a bench's file of results: on "cuda" with the GPU's name, such as ``gpu-nvidia-h200``."""
+    if device != "cuda":
+        return bench
+    return f"{bench}-{re.sub('[^a-z0-9]+', '-', torch.cuda.get_device_name().lower()).strip('-')}"
 
 
 def write_rows(path: Path, rows: Iterable[Row], arguments: Mapping[str, Any] | None = None) -> None:

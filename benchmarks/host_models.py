@@ -195,7 +195,8 @@ MODELS: Mapping[str, Callable[[int, str], Trained]] = {
 def _of_catalog(name: str) -> Callable[[int, str], Trained]:
     def make(num_layers: int, device: str) -> Trained:
         with torch.device(device):
-            model, tokens = make_model(name, num_layers), torch.zeros(1, 1024, dtype=torch.long)
+            # So few that a GPU does not fall behind the host by a whole queue of kernels, not even in FP32.
+            model, tokens = make_model(name, num_layers), torch.zeros(1, 128, dtype=torch.long)
         return Trained(model, model.units(), lambda: model(tokens))
 
     return make

@@ -137,7 +137,7 @@ def _value(rows: Sequence[Row], metric: str, **case: str | int) -> float:
 
 def host_time() -> list[Chart]:
     """Return host time and Python calls that sharding adds to a step, over FSDP2's."""
-    rows = _rows("host-cuda")
+    rows = _rows("host-null-h200")
     series = {
         words: [_value(rows, f"{metric} over FSDP2's", precision=precision) for precision in _PRECISIONS]
         for words, metric in (("host time", "host time"), ("calls of Python and C functions", "calls"))

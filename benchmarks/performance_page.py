@@ -104,8 +104,10 @@ TABLES: Mapping[str, Sequence[Claim]] = {
         _calls("vectors-9", "9 vectors a layer", None),
         _calls("vectors-36", "36 vectors a layer", None),
     ],
-    "host-cuda": [
-        Claim(f"{what}, Llama 3.2 1B, {words}", "host-cuda", f"{what} over FSDP2's", {"precision": precision}, most)
+    "host-null-h200": [
+        Claim(
+            f"{what}, Llama 3.2 1B, {words}", "host-null-h200", f"{what} over FSDP2's", {"precision": precision}, most
+        )
         for precision, words, time in (
             ("bf16, reduced in fp32", "bf16 reduced in FP32", 0.35),
             ("bf16", "bf16", None),

@@ -22,7 +22,7 @@ def test_all_engines_take_the_same_steps_on_real_ranks_and_one_rank_tells(tmp_pa
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("rows in") == 1
-    _, rows = read_rows(tmp_path / "gpu-rehearsal.json")
+    _, rows = read_rows(tmp_path / "gpu-rehearsal-2-ranks.json")
     losses = {(row.case["precision"], row.case["engine"]): row.samples.median for row in rows if row.metric == "loss"}
     for precision in ("bf16", "bf16, reduced in bf16"):
         found = [losses[precision, engine] for engine in ENGINES]
