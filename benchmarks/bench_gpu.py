@@ -92,7 +92,10 @@ TARGETS = (
     Target("optimizer", "step of the flat AdamW over FSDP2's", most=1.0),
     Target("step", "wall time over peer's", most=0.95),
     # Allocated bytes equal FSDP2's, because activations make the peak. The bytes that the allocator reserves differ. On
-    # the null CUDA machine it is 1.002 of FSDP2's here, and less for Llama-3-8B (tests/nullcuda/memory.py).
+    # the null CUDA machine they are 1.002 of FSDP2's at 8,192 tokens on 8 ranks, and less for Llama-3-8B
+    # (tests/nullcuda/memory.py). At 2,048 tokens they are 1.03 on 8 ranks and 1.09 on 64, which misses this target: the
+    # whole model, which both engines build on the GPU, takes more memory there than a step, and beside it fully_shard
+    # allocates each unit's buffers once, to make views (docs/design/storage.md).
     Target("step", "reserved memory over peer's", most=1.02),
     Target("ranked step", "wall time over peer's", most=1.0),
     Target("ranked step", "difference of the loss from peer's", most=0.01),

@@ -82,7 +82,11 @@ class CheckpointRanks:
         except (RuntimeError, ValueError) as error:
             # Errors of the step itself arrive as CheckpointException; this one is a communication error.
             absent = "" if self._calls is None else self._calls.absent(self._members)
-            raise CheckpointError(f"{step}: {absent or f'lost contact with another rank: {error}'}") from error
+            lost = (
+                f"lost contact with another rank: {error}. fix: read the log of the rank that ended first; if all of "
+                "them still ran, such as at a slow disk, init_process_group(timeout=...) with a longer one"
+            )
+            raise CheckpointError(f"{step}: {absent or lost}") from error
 
 
 class _Calls:
